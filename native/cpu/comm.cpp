@@ -1,0 +1,84 @@
+#include "comm.h"
+
+#include <climits>
+#include <cstring>
+
+#include "device_context.h"
+#include "error.h"
+
+namespace kd::cpu {
+
+int rank() { return bound().rank; }
+int tp() { return bound().group.tp; }
+
+void Meeting::check() const {
+    if (aborted_.load(std::memory_order_acquire))
+        fail(KD_E_FATAL, "another rank failed, so this rank left the collective it was in: close the engine and open it again");
+}
+
+void Meeting::arrive(int tp, int spins) {
+    check();
+    const uint32_t generation = generation_.load(std::memory_order_acquire);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(tp)) {
+        arrived_.store(0, std::memory_order_relaxed);
+        generation_.fetch_add(1, std::memory_order_seq_cst);
+        if (sleepers_.load(std::memory_order_seq_cst) > 0) futex_wake(generation_, INT_MAX);
+    } else {
+        for (int i = 0; i < spins && generation_.load(std::memory_order_acquire) == generation; i++) pause_cpu();
+        if (generation_.load(std::memory_order_acquire) == generation) {
+            sleepers_.fetch_add(1, std::memory_order_seq_cst);
+            while (generation_.load(std::memory_order_seq_cst) == generation) futex_wait(generation_, generation);
+            sleepers_.fetch_sub(1, std::memory_order_seq_cst);
+        }
+    }
+    check();
+}
+
+void Meeting::abort() {
+    aborted_.store(true, std::memory_order_release);
+    generation_.fetch_add(1, std::memory_order_seq_cst);
+    futex_wake(generation_, INT_MAX);
+}
+
+void* share_buffer(size_t bytes) {
+    device::Context& c = bound();
+    return c.shared[c.turn & 1].get(bytes);
+}
+
+Shared share_filled(size_t bytes) {
+    device::Context& c = bound();
+    device::Group& g = c.group;
+    const uint32_t turn = c.turn++ & 1;
+    g.given[turn][c.rank].p = c.shared[turn].get(bytes);
+    g.given[turn][c.rank].bytes = bytes;
+    g.meeting.arrive(g.tp, g.spins);
+    Shared all{};
+    for (int r = 0; r < g.tp; r++) {
+        if (g.given[turn][r].bytes != bytes) {
+            g.meeting.abort();
+            fail(KD_E_FATAL, "ranks %d and %d gave %zu and %zu bytes to one collective: they are not at the same step", c.rank,
+                 r, bytes, g.given[turn][r].bytes);
+        }
+        all.of_rank[r] = g.given[turn][r].p;
+    }
+    return all;
+}
+
+Shared share(const void* mine, size_t bytes) {
+    void* to = share_buffer(bytes);
+    if (bytes) memcpy(to, mine, bytes);
+    return share_filled(bytes);
+}
+
+void all_gather(void* all, const void* mine, size_t bytes) {
+    if (bytes == 0 && tp() == 1) return;
+    char* to = static_cast<char*>(all);
+    if (tp() == 1) {
+        if (to != mine) memmove(to, mine, bytes);
+        return;
+    }
+    const Shared given = share(mine, bytes);
+    for (int r = 0; r < tp(); r++) memcpy(to + static_cast<size_t>(r) * bytes, given.of_rank[r], bytes);
+}
+
+}  // namespace kd::cpu

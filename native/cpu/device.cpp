@@ -1,0 +1,152 @@
+#include "device.h"
+
+#include <sched.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "device_context.h"
+#include "error.h"
+#include "kernels.h"
+#include "raw.h"
+
+namespace kd::device {
+
+namespace {
+
+thread_local Context* bound_context = nullptr;
+
+int cores() {
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0) return std::max(1, CPU_COUNT(&set));
+    return static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+}
+
+bool machine_has(int isa) {
+    if (isa == KD_ISA_PLAIN) return true;
+#if defined(__x86_64__)
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    if (isa == KD_ISA_AVX2) return avx2;
+    if (isa == KD_ISA_AVX512)
+        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+#endif
+    return false;
+}
+
+const char* name_of(int isa) {
+    switch (isa) {
+        case KD_ISA_PLAIN: return "plain";
+        case KD_ISA_AVX2: return "avx2";
+        case KD_ISA_AVX512: return "avx512";
+        default: return "?";
+    }
+}
+
+// In front of every allocation: what munmap needs. A cache line, so that what follows is aligned to one.
+struct alignas(64) Header {
+    size_t mapped;
+};
+
+}  // namespace
+
+Context::Context(Group& group, int rank, int threads, int spins) : group(group), rank(rank) {
+    if (threads > 1)
+        pool = std::make_unique<cpu::Pool>(
+            threads - 1, spins, [](void* c) { bind(static_cast<Context*>(c)); }, this);
+}
+
+Group::Group(const Options& options) {
+    if (options.tp < 1 || options.tp > KD_MAX_TP)
+        fail(KD_E_INVALID, "tp is %d: give 1 .. %d ranks", options.tp, KD_MAX_TP);
+    if (options.threads < 0 || options.threads > 4096)
+        fail(KD_E_INVALID, "threads is %d: give 1 .. 4096, or 0 for every core this process may use", options.threads);
+    if (options.isa < KD_ISA_AUTO || options.isa > KD_ISA_AVX512)
+        fail(KD_E_INVALID, "isa is %d: give one of KD_ISA_*", options.isa);
+    tp = options.tp;
+    isa = options.isa;
+    if (isa == KD_ISA_AUTO) isa = machine_has(KD_ISA_AVX512) ? KD_ISA_AVX512 : machine_has(KD_ISA_AVX2) ? KD_ISA_AVX2 : KD_ISA_PLAIN;
+    if (!machine_has(isa))
+        fail(KD_E_DEVICE, "this machine has no %s: open with isa auto or plain", name_of(isa));
+    kernels = isa == KD_ISA_AVX512 ? cpu::kernels_avx512() : isa == KD_ISA_AVX2 ? cpu::kernels_avx2() : cpu::kernels_plain();
+
+    const int available = cores();
+    const int per_rank = std::max(1, (options.threads ? options.threads : available) / tp);
+    threads = per_rank * tp;
+    // Spinning only pays while whoever is awaited has a core to run on.
+    const bool crowded = threads > available;
+    spins = crowded ? 20 : 1000;
+    const int idle_spins = crowded ? 20 : 400;
+    for (int r = 0; r < tp; r++) contexts.push_back(std::make_unique<Context>(*this, r, per_rank, idle_spins));
+}
+
+std::shared_ptr<Group> open_group(const Options& options) { return std::make_shared<Group>(options); }
+
+Context* context(Group& group, int rank) {
+    KD_CHECK(rank >= 0 && rank < group.tp);
+    return group.contexts[static_cast<size_t>(rank)].get();
+}
+
+void bind(Context* context) { bound_context = context; }
+
+void abort(Group& group) { group.meeting.abort(); }
+
+const char* backend() { return "cpu"; }
+const char* built_isas() { return "plain avx2 avx512"; }
+const char* isa_name(const Group& group) { return name_of(group.isa); }
+int thread_count(const Group& group) { return group.threads; }
+size_t act_bytes() { return sizeof(float); }
+
+void* alloc(size_t bytes) {
+    const size_t mapped = bytes + sizeof(Header);
+    void* p = mapped < bytes ? MAP_FAILED : mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED)
+        fail(KD_E_NOMEM, "the machine has no %zu MiB of memory to give: use a smaller model, kv_bytes or max_rows", bytes >> 20);
+    return new (p) Header{mapped} + 1;
+}
+
+void release(void* p) {
+    if (!p) return;
+    Header* header = static_cast<Header*>(p) - 1;
+    munmap(header, header->mapped);
+}
+
+void upload(void* device, const void* host, size_t bytes) {
+    if (bytes) memcpy(device, host, bytes);
+}
+
+void download(void* host, const void* device, size_t bytes) {
+    if (bytes) memcpy(host, device, bytes);
+}
+
+Rows alloc_rows(size_t n_rows, int width) {
+    return {alloc(n_rows * static_cast<size_t>(width) * sizeof(float)), width, 0};
+}
+
+void release_rows(Rows rows) { release(rows.p); }
+
+}  // namespace kd::device
+
+namespace kd::cpu {
+
+Scratch::~Scratch() { device::release(p_); }
+
+void* Scratch::get(size_t bytes) {
+    if (bytes > size_ || !p_) {
+        device::release(p_);
+        p_ = nullptr;
+        size_ = 0;
+        p_ = device::alloc(bytes + bytes / 4);  // a quarter more: growing row by row stays rare
+        size_ = bytes + bytes / 4;
+    }
+    return p_;
+}
+
+device::Context& bound() {
+    if (!device::bound_context)
+        fail(KD_E_FATAL, "this thread works for no rank: device::bind a context before ops, copies and collectives");
+    return *device::bound_context;
+}
+
+}  // namespace kd::cpu

@@ -1,0 +1,68 @@
+// Memory, copies and the calling thread's place among the ranks. One implementation a backend.
+//
+// Every rank is one host thread. bind() ties the calling thread to its rank's context; ops, copies and collectives of
+// this thread then use that context. A context owns its compute threads (CPU) or stream (CUDA).
+#pragma once
+
+#include <bit>
+#include <memory>
+#include <type_traits>
+
+#include "types.h"
+
+namespace kd::device {
+
+struct Options {
+    int tp = 1;
+    int threads = 0;  // compute threads over all ranks; 0 = the cores this process may use
+    int isa = KD_ISA_AUTO;
+};
+
+class Context;  // one rank's
+class Group;    // the ranks that meet in a collective
+
+// A group of `tp` ranks. Throws Error(KD_E_DEVICE) if the machine lacks what the options ask for.
+std::shared_ptr<Group> open_group(const Options& options);
+Context* context(Group& group, int rank);
+
+// Tie the calling thread to a rank until it is bound again. Thread-local.
+void bind(Context* context);
+
+// After a failure of one rank: every rank waiting in, or arriving at, a collective gets Error(KD_E_FATAL).
+void abort(Group& group);
+
+const char* backend();                     // "cpu", "cuda"
+const char* built_isas();                  // what this library was compiled for, e.g. "plain avx2 avx512"
+const char* isa_name(const Group& group);  // e.g. "avx512"
+int thread_count(const Group& group);
+size_t act_bytes();
+
+// Zeroed memory of the bound rank, touched only when written; throws Error(KD_E_NOMEM). 64-byte aligned.
+void* alloc(size_t bytes);
+void release(void* p);
+
+void upload(void* device, const void* host, size_t bytes);
+void download(void* host, const void* device, size_t bytes);  // complete on return
+
+template <class T>
+Dev<T> alloc_array(size_t n) {
+    return Dev<T>(static_cast<T*>(alloc(n * sizeof(T))));
+}
+Rows alloc_rows(size_t n_rows, int width);  // stride = width
+void release_rows(Rows rows);
+
+// Elements. A Dev is its address and nothing else, so it passes as the void* of the functions above.
+template <class T>
+void upload(Dev<T> to, const std::type_identity_t<std::remove_const_t<T>>* from, size_t n) {
+    upload(std::bit_cast<void*>(to), static_cast<const void*>(from), n * sizeof(T));
+}
+template <class T>
+void download(std::type_identity_t<std::remove_const_t<T>>* to, Dev<T> from, size_t n) {
+    download(static_cast<void*>(to), std::bit_cast<const void*>(from), n * sizeof(T));
+}
+template <class T>
+void release(Dev<T> p) {
+    release(std::bit_cast<void*>(p));
+}
+
+}  // namespace kd::device

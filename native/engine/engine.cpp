@@ -1,0 +1,225 @@
+#include "engine/engine.h"
+
+#include <malloc.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+
+#include "engine/clock.h"
+#include "error.h"
+
+namespace kd {
+namespace {
+
+// Events a stream may have unpolled before it sits out; its last event comes on top.
+constexpr int kUnpolledStream = KD_MAX_DEPTH + 2;
+constexpr int kUnpolledLoads = 32;
+
+int ring_capacity(const Options& o) {
+    return 2 * (o.max_streams * kUnpolledStream + o.max_queue + kUnpolledLoads + 2);
+}
+
+uint64_t resident_bytes() {
+    unsigned long pages = 0, resident = 0;
+    if (FILE* f = fopen("/proc/self/statm", "re")) {
+        if (fscanf(f, "%lu %lu", &pages, &resident) != 2) resident = 0;
+        fclose(f);
+    }
+    return uint64_t(resident) * uint64_t(sysconf(_SC_PAGESIZE));
+}
+
+}  // namespace
+
+Engine::Engine(const Options& o)
+    : options_(o),
+      pid_(getpid()),
+      ring_(ring_capacity(o), o.max_streams + 2),
+      team_({.tp = o.tp, .threads = o.threads, .isa = o.isa}),
+      slot_used_(o.max_streams) {
+    batch_.reserve(o.max_streams);
+    parts_.reserve(o.max_streams);
+    publish_stats();
+    thread_ = std::thread([this] { serve(); });
+}
+
+Engine::~Engine() {
+    {
+        std::lock_guard lock(state_mutex_);
+        if (progress_) progress_->cancel();
+    }
+    if (loader_.joinable()) loader_.join();
+    post([this] { stop_ = true; });
+    thread_.join();
+}
+
+void Engine::check_process() const {
+    if (getpid() != pid_)
+        fail(KD_E_FORKED, "this engine was opened in process %d and cannot be used in its child; open one there", int(pid_));
+}
+
+void Engine::check_alive() const {
+    check_process();
+    if (fatal_) {
+        std::lock_guard lock(state_mutex_);
+        throw Error(KD_E_FATAL, fatal_sentence_);
+    }
+}
+
+void Engine::post(std::function<void()> command) {
+    {
+        std::lock_guard lock(inbox_mutex_);
+        if (inbox_closed_) return;
+        inbox_.push_back(std::move(command));
+    }
+    inbox_wake_.notify_one();
+}
+
+void Engine::drain(bool on) {
+    check_alive();
+    draining_ = on;
+    post([this] { publish_stats(); });
+}
+
+kd_model_info Engine::info() {
+    check_alive();
+    std::lock_guard lock(state_mutex_);
+    if (info_.weights_generation == 0) fail(KD_E_STATE, "no model is loaded: call kd_load and wait for it");
+    return info_;
+}
+
+kd_stats Engine::stats() {
+    check_process();  // a latched engine still shows its counters
+    std::lock_guard lock(state_mutex_);
+    kd_stats s = stats_;
+    s.state = fatal_ ? KD_STATE_FATAL
+              : info_.weights_generation ? (draining_ ? KD_STATE_DRAINING : KD_STATE_READY)
+              : loading_ ? KD_STATE_LOADING : KD_STATE_EMPTY;
+    s.waiting = queued_;
+    return s;
+}
+
+uint64_t Engine::submit(std::unique_ptr<Request> request) {
+    const kd_model_info m = info();
+    const Sequence& q = request->sequence;
+    if (draining_) fail(KD_E_DRAINING, "the engine is draining: no new requests");
+    if (queued_ + ring_.unpolled(queue_place()) >= options_.max_queue)
+        fail(KD_E_BUSY, "%d requests are waiting, the most that may: retry when some have ended", options_.max_queue);
+    for (size_t i = 0; i < q.tokens.size(); i++)
+        if (q.tokens[i] < 0 || q.tokens[i] >= m.vocab_size)
+            fail(KD_E_TOKEN, "prompt token %zu is %d: ids are 0 .. %d", i, q.tokens[i], m.vocab_size - 1);
+    if (uint64_t(q.prompt) + uint64_t(q.max_tokens) > uint64_t(m.max_positions))
+        fail(KD_E_CONTEXT, "the prompt has %d tokens and max_tokens is %d: together they must be at most %d, the context of "
+             "the model", q.prompt, q.max_tokens, m.max_positions);
+    const uint64_t need = uint64_t(pages_for(q)) * KD_PAGE_TOKENS;
+    if (need > m.kv_tokens)
+        fail(KD_E_CONTEXT, "prompt, max_tokens and tree need %llu tokens of KV cache, which holds %llu: raise "
+             "kd_options.kv_bytes or lower max_tokens", static_cast<unsigned long long>(need),
+             static_cast<unsigned long long>(m.kv_tokens));
+    if (!(request->flags & KD_REQUEST_IGNORE_EOS))
+        request->stop_ids.insert(request->stop_ids.end(), m.stop_ids, m.stop_ids + m.n_stop_ids);
+    if (request->flags & KD_REQUEST_OWN_BUILDER) {
+        const tree::Builder& b = registry_.get(request->builder.c_str());
+        if (b.needs_drafter() && m.draft_layers == 0)
+            fail(KD_E_STATE, "builder '%s' needs a drafter and the model has none: use 'none'", b.name.c_str());
+        if (request->budget < 0 || request->budget > options_.max_nodes)
+            fail(KD_E_INVALID, "budget is %d: 0 .. %d (kd_options.max_nodes)", request->budget, options_.max_nodes);
+    }
+    const uint64_t id = request->id = next_id_++;
+    request->weights_generation = m.weights_generation;
+    queued_++;
+    post([this, r = std::shared_ptr<Request>(std::move(request))]() mutable {
+        waiting_.push_back(std::make_unique<Request>(std::move(*r)));
+        Request& fresh = *waiting_.back();
+        counters_.requests++;
+        try {
+            if (!resident_ || resident_->info.weights_generation != fresh.weights_generation)
+                fail(KD_E_CANCELLED, "the model was unloaded");
+            fresh.sequence.planting = fresh.flags & KD_REQUEST_OWN_BUILDER
+                                          ? planting(fresh.builder.c_str(), fresh.budget, ++builder_generation_)
+                                          : default_planting_;
+        } catch (const Error& e) {
+            end(fresh, KD_FINISH_ERROR, e.status);
+        }
+    });
+    return id;
+}
+
+void Engine::cancel(uint64_t id) {
+    check_alive();
+    call([&] {
+        if (Request* request = find(id)) {
+            end(*request, KD_FINISH_CANCELLED, KD_E_CANCELLED);
+            retire();
+        } else if (id && id < next_id_) {
+            fail(KD_E_DONE, "request %llu has ended already", static_cast<unsigned long long>(id));
+        } else {
+            fail(KD_E_NOT_FOUND, "there is no request %llu", static_cast<unsigned long long>(id));
+        }
+    });
+}
+
+void Engine::credit(uint64_t id, uint32_t events) {
+    check_alive();
+    if (id == 0 || id >= next_id_) fail(KD_E_NOT_FOUND, "there is no request %llu", static_cast<unsigned long long>(id));
+    post([this, id, events] {
+        Request* request = find(id);
+        if (!request) return;  // ended while the grant was on its way
+        request->credit = std::min<uint64_t>(request->credit + events, UINT32_MAX);
+        if (request->credit) request->starved_since_us = 0;
+    });
+}
+
+void Engine::score(const int32_t* tokens, uint32_t n, float* logits) {
+    const kd_model_info m = info();
+    if (n > uint32_t(m.max_positions))
+        fail(KD_E_CONTEXT, "%u tokens to score: the context of the model is %d", n, m.max_positions);
+    if (uint64_t(n) > m.kv_tokens)
+        fail(KD_E_CONTEXT, "%u tokens to score: the KV cache holds %llu", n, static_cast<unsigned long long>(m.kv_tokens));
+    for (uint32_t i = 0; i < n; i++)
+        if (tokens[i] < 0 || tokens[i] >= m.vocab_size)
+            fail(KD_E_TOKEN, "token %u is %d: ids are 0 .. %d", i, tokens[i], m.vocab_size - 1);
+    auto score = std::make_unique<Score>();
+    score->sequence.tokens.assign(tokens, tokens + n);
+    score->sequence.prompt = int(n);
+    score->out = logits;
+    std::future<void> end = score->end.get_future();
+    post([this, s = std::shared_ptr<Score>(std::move(score))] {
+        if (!resident_) {
+            s->end.set_exception(std::make_exception_ptr(Error(KD_E_CANCELLED, "the model was unloaded")));
+            return;
+        }
+        scores_.push_back(std::make_unique<Score>(std::move(*s)));
+    });
+    end.get();
+}
+
+int Engine::poll(char* events, uint32_t stride, uint32_t capacity, uint32_t timeout_ms) {
+    check_process();  // a latched engine's last events can still be read
+    const int n = ring_.poll(events, stride, capacity, timeout_ms);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (n && ring_blocked_.exchange(false)) post([] {});
+    return n;
+}
+
+uint64_t Engine::unload() {
+    check_alive();
+    return call([&]() -> uint64_t {
+        {
+            std::lock_guard lock(state_mutex_);
+            if (loading_) fail(KD_E_BUSY, "a model is being loaded: cancel that with kd_load_cancel");
+            if (!resident_) fail(KD_E_STATE, "no model is loaded");
+            info_ = {};
+            token_bytes_ = false;
+        }
+        end_all(KD_E_CANCELLED);
+        const uint64_t before = resident_bytes();
+        resident_.reset();
+        malloc_trim(0);
+        const uint64_t after = resident_bytes();
+        return before > after ? before - after : 0;
+    });
+}
+
+}  // namespace kd

@@ -1,0 +1,192 @@
+// The engine: one thread that admits requests, runs prefill steps and decode rounds, and emits events.
+//
+// Everything a request is lives on the engine thread. Other threads reach it through the inbox: post() leaves a command,
+// call() leaves one and waits for it; both are carried out between two steps. What other threads read directly (state, info,
+// counters) is copied under small locks once a turn.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <future>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "engine/event_ring.h"
+#include "engine/kv_cache.h"
+#include "engine/request.h"
+#include "engine/team.h"
+#include "model/load.h"
+#include "round.h"
+#include "tree/registry.h"
+
+namespace kd {
+
+// kd_options with the defaults filled in and checked.
+struct Options {
+    int tp = 1, threads = 0, isa = KD_ISA_AUTO;
+    int max_streams = KD_MAX_STREAMS, max_queue = 512, max_rows = 1024, max_nodes = 64, prefill_chunk = 256;
+    bool prefix_cache = true;
+    uint64_t kv_bytes = uint64_t(128) << 20;
+    uint32_t slow_reader_timeout_ms = 30000;
+};
+
+// A model in place: weights, the ranks' buffers, the page accounts. Destroyed between two steps.
+struct Resident {
+    std::unique_ptr<model::Loaded> loaded;
+    std::unique_ptr<Stage> stage;
+    std::unique_ptr<KvCache> cache;
+    TokenBytes token_bytes;
+    kd_model_info info{};
+};
+
+// The options of kd_load, copied.
+struct LoadPlan {
+    std::string path;
+    model::DraftChoice draft;
+    TokenBytes token_bytes;
+};
+
+class Engine {
+  public:
+    explicit Engine(const Options& options);
+    ~Engine();
+
+    // All [any] unless noted; they throw Error.
+    void load(LoadPlan plan);
+    void load_wait(uint32_t timeout_ms);
+    void load_cancel();
+    kd_progress load_progress();
+    uint64_t unload();
+    void drain(bool on);
+    kd_model_info info();
+    kd_stats stats();
+    uint64_t submit(std::unique_ptr<Request> request);
+    void cancel(uint64_t id);
+    void credit(uint64_t id, uint32_t events);
+    void score(const int32_t* tokens, uint32_t n, float* logits);
+    int poll(char* events, uint32_t stride, uint32_t capacity, uint32_t timeout_ms);  // [poller]
+    int event_fd() const { return ring_.fd(); }
+    void register_builder(const kd_tree_builder* builder);
+    std::vector<kd_builder_info> builders();
+    uint64_t use_builder(const char* name, int budget, uint64_t id);
+    bool has_token_bytes() const { return token_bytes_; }
+    void check_process() const;  // throws KD_E_FORKED in a child process
+    void check_alive() const;    // the same, and KD_E_FATAL once latched
+
+  private:
+    using Requests = std::deque<std::unique_ptr<Request>>;
+    struct Score {
+        Sequence sequence;
+        float* out = nullptr;
+        int done = 0;
+        std::promise<void> end;
+    };
+    // Who an event is counted for in the ring: a stream slot, or one of these behind them.
+    int queue_place() const { return options_.max_streams; }
+    int load_place() const { return options_.max_streams + 1; }
+
+    // inbox (engine.cpp)
+    void post(std::function<void()> command);  // drops it once the engine thread has ended
+    // Runs `body` on the engine thread; its result, or what it threw.
+    template <class F>
+    std::invoke_result_t<F> call(F&& body) {
+        std::packaged_task<std::invoke_result_t<F>()> task(std::forward<F>(body));
+        std::future<std::invoke_result_t<F>> result = task.get_future();
+        post([&task] { task(); });  // `task` outlives it: get() waits
+        return result.get();
+    }
+
+    // the engine thread (scheduler.cpp)
+    void serve();
+    bool turn();  // false: there was nothing to do
+    void wait();
+    void drain_inbox();
+    void admit();
+    bool admit_one(Request& request, int slot);
+    bool prefill();
+    bool decode();
+    bool score_some();
+    bool may_produce(const Request& request) const;
+    bool blocked_by_ring() const;
+    void expire_slow_readers();
+    uint64_t next_deadline_us() const;
+    void emit(Request& request);
+    void end(Request& request, int finish, int status);
+    void push(Request& request, int type, int finish, int status, int n_tokens, std::string_view text);
+    void retire();
+    void end_all(int status);
+    void latch(const std::string& sentence);
+    void publish_stats();
+    Request* find(uint64_t id);
+    int pages_for(const Sequence& q) const;
+
+    // builders (builders.cpp)
+    Planting planting(const char* name, int budget, uint64_t generation);
+    void plant_default();
+
+    // loading (loading.cpp)
+    void load_thread(LoadPlan plan, uint64_t generation);
+    std::unique_ptr<Resident> make_resident(LoadPlan& plan, uint64_t generation);
+    void install(std::unique_ptr<Resident> resident);
+    void finish_load(int status, const std::string& sentence);
+
+    const Options options_;
+    const pid_t pid_;
+    EventRing ring_;
+    Team team_;
+    tree::Registry registry_;
+
+    // engine thread only
+    std::unique_ptr<Resident> resident_;
+    Requests waiting_, running_;  // running_ includes prefilling ones, in order of admission
+    std::deque<std::unique_ptr<Score>> scores_;
+    std::vector<bool> slot_used_;
+    std::unordered_map<const tree::Builder*, tree::Instance> instances_;
+    Planting default_planting_;
+    const tree::Builder* chosen_builder_ = nullptr;  // by kd_builder_use: kept over a reload
+    int chosen_budget_ = 0;
+    bool stop_ = false;
+    kd_stats counters_{};
+    std::vector<Sequence*> batch_;
+    std::vector<PromptPart> parts_;
+
+    // shared
+    std::mutex inbox_mutex_;
+    std::condition_variable inbox_wake_;
+    std::vector<std::function<void()>> inbox_;
+    bool inbox_closed_ = false;
+    std::atomic<bool> ring_blocked_{false};  // the engine thread sleeps until events are polled
+    std::atomic<uint64_t> next_id_{1};
+    std::atomic<uint64_t> builder_generation_{0};
+    std::atomic<int> queued_{0};  // submitted, neither admitted nor ended
+    std::atomic<bool> draining_{false};
+    std::atomic<bool> fatal_{false};
+    std::atomic<bool> token_bytes_{false};  // the loaded model came with its vocabulary's bytes
+
+    mutable std::mutex state_mutex_;
+    std::condition_variable state_changed_;
+    std::string fatal_sentence_;
+    int state_ = KD_STATE_EMPTY;
+    kd_model_info info_{};
+    kd_stats stats_{};
+    bool loading_ = false;
+    int load_status_ = KD_E_STATE;
+    std::string load_sentence_ = "no load was started";
+    uint64_t load_elapsed_us_ = 0;
+    uint64_t weights_generation_ = 0;
+    std::unique_ptr<model::Progress> progress_;
+    std::thread loader_;
+
+    std::thread thread_;  // last: it uses all of the above
+};
+
+}  // namespace kd

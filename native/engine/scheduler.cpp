@@ -1,0 +1,368 @@
+// The engine thread: what runs in each turn, and what is told to whom.
+#include <algorithm>
+
+#include "engine/clock.h"
+#include "engine/engine.h"
+#include "error.h"
+
+namespace kd {
+
+void Engine::serve() {
+    while (!stop_) {
+        bool worked = false;
+        try {
+            drain_inbox();
+            worked = turn();
+        } catch (const std::exception& e) {
+            latch(e.what());
+        }
+        retire();
+        publish_stats();
+        if (!worked && !stop_) wait();
+    }
+    end_all(KD_E_CANCELLED);
+    resident_.reset();
+    std::vector<std::function<void()>> late;
+    {
+        std::lock_guard lock(inbox_mutex_);
+        inbox_closed_ = true;
+        late.swap(inbox_);
+    }
+    for (auto& command : late) command();  // nobody may wait for ever
+}
+
+void Engine::drain_inbox() {
+    std::vector<std::function<void()>> commands;
+    {
+        std::lock_guard lock(inbox_mutex_);
+        commands.swap(inbox_);
+    }
+    for (auto& command : commands) command();
+}
+
+bool Engine::turn() {
+    if (!resident_ || fatal_) return false;
+    expire_slow_readers();
+    admit();
+    const bool prefilled = prefill();
+    const bool decoded = decode();
+    const bool scored = score_some();
+    if (!prefilled && !decoded && !scored) return false;
+    counters_.turns++;
+    counters_.last_turn_us = now_us();
+    return true;
+}
+
+// Sleep until a command comes, events were polled that a stream waits for, or a slow reader's time is up.
+void Engine::wait() {
+    ring_blocked_ = true;
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    const bool blocked = blocked_by_ring();
+    if (!blocked) ring_blocked_ = false;
+    std::unique_lock lock(inbox_mutex_);
+    auto ready = [&] { return !inbox_.empty(); };
+    // Polled between the turn and here: go round once more.
+    if (blocked != blocked_by_ring()) return;
+    if (const uint64_t deadline = next_deadline_us()) {
+        const uint64_t now = now_us();
+        inbox_wake_.wait_for(lock, std::chrono::microseconds(deadline > now ? deadline - now : 0), ready);
+    } else {
+        inbox_wake_.wait(lock, ready);
+    }
+}
+
+// ---- admission --------------------------------------------------------------------------------------------------------
+
+int Engine::pages_for(const Sequence& q) const {
+    const int64_t slots = int64_t(q.prompt) + q.max_tokens + options_.max_nodes;
+    return int((slots + KD_PAGE_TOKENS - 1) / KD_PAGE_TOKENS);
+}
+
+// First come, first served; a slot is free again once its last user's events have been polled.
+void Engine::admit() {
+    for (int slot = 0; slot < options_.max_streams && !waiting_.empty(); slot++) {
+        if (slot_used_[slot] || ring_.unpolled(slot)) continue;
+        Request& request = *waiting_.front();
+        if (!request.ended && !admit_one(request, slot)) return;
+        if (!request.ended) running_.push_back(std::move(waiting_.front()));
+        waiting_.pop_front();
+    }
+}
+
+// Reserves every page the request can ever need, so nothing is preempted later. False: not now.
+bool Engine::admit_one(Request& request, int slot) {
+    KvCache& cache = *resident_->cache;
+    Sequence& q = request.sequence;
+    KvCache::Prefix prefix;
+    const bool cached = options_.prefix_cache && !(request.flags & KD_REQUEST_COLD);
+    // The last prompt token is always run: its logits choose the first token.
+    if (cached) prefix = cache.match(q.tokens.data(), q.prompt - 1);
+    const int shared = int(prefix.pages.size());
+    q.pages = prefix.pages;
+    bool enough = cache.allocate(q.pages, pages_for(q) - shared);
+    if (!enough && prefix.copy_from >= 0) {  // the page to copy from may be the one that is missing
+        cache.release(prefix.copy_from);
+        prefix.copy_from = -1;
+        prefix.copy_rows = 0;
+        enough = cache.allocate(q.pages, pages_for(q) - shared);
+    }
+    if (!enough) {
+        cache.release(prefix.pages);
+        q.pages.clear();
+        return false;
+    }
+    if (prefix.copy_from >= 0) {
+        copy_page(*resident_->stage, q.pages[shared], prefix.copy_from, prefix.copy_rows);
+        cache.release(prefix.copy_from);
+    }
+    q.start = q.draft_start = request.cached = prefix.tokens();
+    q.slot = slot;
+    slot_used_[slot] = true;
+    queued_--;
+    counters_.cached_tokens += request.cached;
+    request.text.reset(request.stop_strings);
+    return true;
+}
+
+// ---- steps ------------------------------------------------------------------------------------------------------------
+
+bool Engine::may_produce(const Request& r) const {
+    return !r.ended && r.credit > 0 && ring_.unpolled(r.sequence.slot) < KD_MAX_DEPTH + 1;
+}
+
+bool Engine::blocked_by_ring() const {
+    if (!waiting_.empty() && int(running_.size()) < options_.max_streams) return true;  // perhaps for a slot
+    return std::any_of(running_.begin(), running_.end(),
+                       [&](const auto& r) { return !r->ended && r->credit > 0 && !may_produce(*r); });
+}
+
+bool Engine::prefill() {
+    parts_.clear();
+    int room = options_.prefill_chunk;
+    for (auto& r : running_) {
+        Sequence& q = r->sequence;
+        if (q.start >= q.prompt || room == 0 || !may_produce(*r)) continue;
+        const int n = std::min(room, q.prompt - q.start);
+        parts_.push_back({&q, q.start, n});
+        room -= n;
+    }
+    if (parts_.empty()) return false;
+    const uint64_t began = now_us();
+    prefill_chunk(*resident_->stage, parts_);
+    counters_.prefill_us += now_us() - began;
+    counters_.prefill_steps++;
+    counters_.forward_calls++;
+    counters_.prompt_tokens += options_.prefill_chunk - room;
+    size_t part = 0;
+    for (auto& r : running_) {
+        Sequence& q = r->sequence;
+        if (part == parts_.size() || parts_[part].sequence != &q) continue;
+        part++;
+        if (q.start < q.prompt) continue;
+        if (options_.prefix_cache && !(r->flags & KD_REQUEST_COLD))
+            resident_->cache->publish(q.tokens.data(), q.prompt, q.pages);
+        emit(*r);
+    }
+    return true;
+}
+
+bool Engine::decode() {
+    batch_.clear();
+    for (auto& r : running_)
+        if (r->sequence.start >= r->sequence.prompt && may_produce(*r)) batch_.push_back(&r->sequence);
+    if (batch_.empty()) return false;
+    const StepCounts step = decode_round(*resident_->stage, batch_);
+    const uint64_t began = now_us();
+    counters_.rounds++;
+    counters_.forward_calls++;
+    counters_.round_streams += batch_.size();
+    counters_.round_rows += step.rows;
+    counters_.round_nodes += step.nodes;
+    counters_.accepted_tokens += step.accepted;
+    counters_.draft_calls += step.draft_calls;
+    counters_.draft_us += step.draft_us;
+    counters_.build_us += step.build_us;
+    counters_.verify_us += step.verify_us;
+    counters_.builder_failures += step.builder_failures;
+    size_t at = 0;
+    for (auto& r : running_) {
+        if (at == batch_.size() || batch_[at] != &r->sequence) continue;
+        at++;
+        emit(*r);
+    }
+    counters_.emit_us += now_us() - began;
+    return true;
+}
+
+bool Engine::score_some() {
+    if (scores_.empty()) return false;
+    Score& score = *scores_.front();
+    Sequence& q = score.sequence;
+    if (q.pages.empty() &&
+        !resident_->cache->allocate(q.pages, (q.prompt + KD_PAGE_TOKENS - 1) / KD_PAGE_TOKENS))
+        return false;  // until running requests give pages back
+    const int n = std::min(options_.prefill_chunk, q.prompt - score.done);
+    const size_t vocab = size_t(resident_->info.vocab_size);
+    score_chunk(*resident_->stage, {&q, score.done, n}, score.out + score.done * vocab);
+    counters_.forward_calls++;
+    score.done += n;
+    if (score.done == q.prompt) {
+        resident_->cache->release(q.pages);
+        score.end.set_value();
+        scores_.pop_front();
+    }
+    return true;
+}
+
+// ---- events -----------------------------------------------------------------------------------------------------------
+
+void Engine::push(Request& r, int type, int finish, int status, int n_tokens, std::string_view text) {
+    const Sequence& q = r.sequence;
+    kd_event e{};
+    e.size = sizeof e;
+    e.type = type;
+    e.id = r.id;
+    e.user = r.user;
+    e.sequence = r.events++;
+    e.status = status;
+    e.finish = finish;
+    e.n_tokens = n_tokens;
+    e.nodes = n_tokens ? q.nodes : 0;
+    const size_t first = q.tokens.size() - n_tokens;
+    for (int i = 0; i < n_tokens; i++) {
+        e.tokens[i] = q.tokens[first + i];
+        e.hashes[i] = q.hashes[i];
+        e.logprobs[i] = q.logprobs[i];
+    }
+    e.builder_generation = q.planting.generation;
+    e.weights_generation = r.weights_generation;
+    e.total_tokens = uint32_t(q.generated());
+    e.cached_tokens = uint32_t(r.cached);
+    ring_.push(e, text, q.slot >= 0 ? q.slot : queue_place());
+}
+
+// Tells the client what the last step brought: tokens up to where it stops, if it does.
+void Engine::emit(Request& r) {
+    Sequence& q = r.sequence;
+    const TokenBytes& bytes = resident_->token_bytes;
+    const size_t first = q.tokens.size() - q.n_new;
+    std::string text;
+    int n = 0, finish = KD_FINISH_NONE;
+    while (n < q.n_new && finish == KD_FINISH_NONE) {
+        const int32_t token = q.tokens[first + n++];
+        if (r.stops_at(token)) finish = KD_FINISH_STOP;
+        else if (r.text.add(bytes.of(token), text)) finish = KD_FINISH_STOP;
+        else if (int(first) + n - q.prompt >= q.max_tokens) finish = KD_FINISH_LENGTH;
+    }
+    q.tokens.resize(first + n);
+    counters_.tokens += n;
+    if (finish != KD_FINISH_NONE) {
+        r.text.finish(text);
+        push(r, KD_EVENT_END, finish, KD_OK, n, text);
+        counters_.finished++;
+        r.ended = true;
+        return;
+    }
+    push(r, KD_EVENT_TOKENS, finish, KD_OK, n, text);
+    if (--r.credit == 0) r.starved_since_us = now_us();
+}
+
+// Ends a request that did not come to its own end.
+void Engine::end(Request& r, int finish, int status) {
+    if (r.ended) return;
+    std::string text;
+    r.text.finish(text);
+    push(r, KD_EVENT_END, finish, status, 0, text);
+    r.ended = true;
+    if (finish == KD_FINISH_CANCELLED) counters_.cancelled++;
+    else counters_.failed++;
+}
+
+void Engine::expire_slow_readers() {
+    const uint64_t limit = uint64_t(options_.slow_reader_timeout_ms) * 1000, now = now_us();
+    for (auto& r : running_)
+        if (!r->ended && r->starved_since_us && now - r->starved_since_us >= limit)
+            end(*r, KD_FINISH_ERROR, KD_E_SLOW_READER);
+}
+
+uint64_t Engine::next_deadline_us() const {
+    uint64_t next = 0;
+    for (auto& r : running_) {
+        if (r->ended || !r->starved_since_us) continue;
+        const uint64_t at = r->starved_since_us + uint64_t(options_.slow_reader_timeout_ms) * 1000;
+        next = next ? std::min(next, at) : at;
+    }
+    return next;
+}
+
+// Ended requests give back what they hold.
+void Engine::retire() {
+    for (auto* list : {&running_, &waiting_})
+        std::erase_if(*list, [&](const std::unique_ptr<Request>& r) {
+            if (!r->ended) return false;
+            const Sequence& q = r->sequence;
+            if (q.slot >= 0) {
+                resident_->cache->release(q.pages);
+                slot_used_[q.slot] = false;
+            } else {
+                queued_--;
+            }
+            return true;
+        });
+}
+
+void Engine::end_all(int status) {
+    const int finish = status == KD_E_CANCELLED ? KD_FINISH_CANCELLED : KD_FINISH_ERROR;
+    for (auto* list : {&running_, &waiting_})
+        for (auto& r : *list) end(*r, finish, status);
+    retire();
+    for (auto& score : scores_)
+        score->end.set_exception(std::make_exception_ptr(Error(status, "the model was unloaded or the engine failed")));
+    scores_.clear();
+}
+
+// The first fatal cause stays: open requests fail with it, and every later call returns it.
+void Engine::latch(const std::string& sentence) {
+    if (fatal_) return;
+    {
+        std::lock_guard lock(state_mutex_);
+        fatal_sentence_ = "the engine has failed: " + sentence + "; close it and open it again";
+    }
+    fatal_ = true;
+    state_changed_.notify_all();
+    end_all(KD_E_FATAL);
+    kd_event e{};
+    e.size = sizeof e;
+    e.type = KD_EVENT_FATAL;
+    e.status = KD_E_FATAL;
+    ring_.push(e, {}, load_place());
+}
+
+Request* Engine::find(uint64_t id) {
+    for (auto* list : {&running_, &waiting_})
+        for (auto& r : *list)
+            if (r->id == id && !r->ended) return r.get();
+    return nullptr;
+}
+
+void Engine::publish_stats() {
+    kd_stats s = counters_;
+    s.size = sizeof s;
+    s.streams = int(running_.size());
+    s.builder_generation = default_planting_.generation;
+    s.builder_budget = default_planting_.budget;
+    if (default_planting_.builder) {
+        const std::string& name = default_planting_.builder->builder().name;
+        name.copy(s.builder, sizeof s.builder - 1);
+    }
+    if (resident_) {
+        s.weights_generation = resident_->info.weights_generation;
+        s.pages_total = resident_->cache->total();
+        s.pages_free = resident_->cache->free();
+        s.pages_cached = resident_->cache->cached();
+    }
+    std::lock_guard lock(state_mutex_);
+    stats_ = s;
+}
+
+}  // namespace kd

@@ -1,0 +1,86 @@
+// From a Hugging Face folder to one kd::Model a rank.
+//
+// The folder: config.json, generation_config.json (optional), model.safetensors or model.safetensors.index.json with its
+// shards, and draft/ (optional) with a config.json and the same kinds of files. What a config means is decided in
+// config.h, what a safetensors header may say in safetensors.h.
+//
+// Nothing in the folder is trusted. Every tensor the model needs is there exactly once with the right element type and
+// shape, and every tensor of the text model is needed; both are known before any weight memory is asked for.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "device.h"
+#include "types.h"
+
+namespace kd::model {
+
+// Memory of the loader itself, beside the weights: two buffers (a read chunk, and its share of a rank widened to fp32),
+// and about kTensorBytes for each tensor in the folder.
+constexpr size_t kChunkBytes = size_t{4} << 20;  // the largest read; a cancellation is noticed after at most one
+constexpr size_t kLoadBytes = size_t{16} << 20;
+constexpr size_t kTensorBytes = 1024;
+
+// Rows of a rope table beyond max_positions: a draft or a tree that starts at the last position reaches past it.
+constexpr int kRopeMargin = KD_MAX_DEPTH;
+
+// Where a load stands. The loading thread writes phase, bytes and start; any thread may read them and call cancel().
+struct Progress {
+    std::atomic<int> phase{KD_LOAD_OPEN};
+    std::atomic<uint64_t> bytes_done{0};   // tensor bytes read
+    std::atomic<uint64_t> bytes_total{0};  // 0 until all headers are read
+    std::atomic<uint64_t> start_us{0};     // CLOCK_MONOTONIC when load() was entered; 0 before
+    std::atomic<uint64_t> stop_at{UINT64_MAX};  // the load is given up once bytes_done has reached this
+
+    void cancel() { stop_at = 0; }
+    bool cancelled() const { return bytes_done >= stop_at; }
+};
+
+struct DraftChoice {
+    enum Mode { kAuto = 0, kNone = 1, kPath = 2 };  // the values of kd_load_options.draft
+    Mode mode = kAuto;  // kAuto: <path>/draft if there is such a folder
+    std::string path;   // with kPath
+};
+
+struct Info {
+    uint64_t parameters = 0;        // of the target: matrix and vector elements, scales not counted
+    uint64_t draft_parameters = 0;  // 0: no drafter
+    uint64_t weight_bytes = 0;      // resident on all ranks, rope tables included
+    uint64_t expert_bytes = 0;      // of these the INT4 experts: packed words and scales
+    uint64_t content_hash = 0;      // of config.json and the tensors (name, type, shape, bytes); not of how they are sharded
+    std::vector<int32_t> stop_ids;  // config.json and generation_config.json together, ascending; <= KD_MAX_STOP_IDS
+};
+
+// A loaded model. Destroy it while the group it was loaded on is alive and no step runs; that frees the weights and leaves
+// the calling thread bound to the last rank.
+struct Loaded {
+    std::vector<Model> ranks;
+    Info info;
+
+    explicit Loaded(device::Group& group) : group_(group) {}
+    ~Loaded();
+    Loaded(const Loaded&) = delete;
+    Loaded& operator=(const Loaded&) = delete;
+
+    // One block of zeroed memory on each of `tp` ranks. Binds the calling thread.
+    void alloc(int tp, size_t bytes);
+    uint8_t* arena(int rank) const { return static_cast<uint8_t*>(arenas_[static_cast<size_t>(rank)]); }
+    device::Group& group() const { return group_; }
+
+  private:
+    device::Group& group_;
+    std::vector<void*> arenas_;
+};
+
+// Load the folder for `tp` ranks of `group` (the group's size). Blocks; binds the calling thread to each rank in turn while it
+// fills that rank's memory, and leaves it bound to one of them.
+// Throws Error: KD_E_IO (a file that cannot be opened or read), KD_E_MODEL (damaged, incomplete, of another kind, or not
+// divisible by tp), KD_E_NOMEM, KD_E_CANCELLED. Whatever is thrown, the memory is back by then.
+std::unique_ptr<Loaded> load(const std::string& path, const DraftChoice& draft, device::Group& group, int tp,
+                             Progress& progress);
+
+}  // namespace kd::model

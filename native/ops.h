@@ -1,0 +1,115 @@
+// Every operation of the model, once. Declared here, specified in tests/ref/<stem>.py (float64), implemented in
+// native/cpu/<stem>.cpp and native/cuda/<stem>.cu.
+//
+// A row's arithmetic depends on that row's inputs and its absolute position only, never on how many rows a call has or
+// which (docs/design.md, "The exactness contract"). Rows past n_rows, keys a row does not see, and table entries past a
+// stream's pages are never read. Outputs are overwritten unless the comment says "adds". All calls act for the bound
+// rank (device.h); those marked [collective] must be made by every rank of the group with the same sizes.
+//
+// Order of arguments: outputs, inputs, weights, sizes, shape.
+#pragma once
+
+#include "types.h"
+
+namespace kd::ops {
+
+// ---- rows (rows.cpp, ref/rows.py) ------------------------------------------------------------------------------------
+
+// y[r] = table row of token[r] if this rank holds it, else 0. A token outside [0, vocab) gives 0 on every rank.
+void embed(Rows y, Dev<int32_t> token, Mat table, int vocab_begin, int n_rows);
+
+// x[r][0..width) = 0
+void zero(Dev<float> x, int n_rows, int width);
+
+// to[to_row[i]] = from[from_row[i]] for i < n, in order; a null index means i. Rows must not overlap.
+void copy_rows(Rows to, Dev<int32_t> to_row, Rows from, Dev<int32_t> from_row, int n, int width);
+
+// y = x * w / sqrt(mean(x^2) + eps), sum in fp32.
+void rms_norm(Rows y, Rows x, Vec w, int n_rows, int width, float eps);
+
+// x += sum over ranks of y, added in rank order in fp32; then h = rms_norm(x) * w. [collective]
+// x is the residual stream, fp32, stride = width.
+void add_norm(Rows h, Dev<float> x, Rows y, Vec w, int n_rows, int width, float eps);
+
+// tap[r] = x[r], rounded to Act: the residual stream as the drafter sees it.
+void keep_tap(Rows tap, Dev<float> x, int n_rows, int width);
+
+// ---- linear (linear.cpp, ref/linear.py) -------------------------------------------------------------------------------
+
+// y[r][j] = sum_k x[r][k] w[j][k], fp32 accumulation; the order over k is fixed by w.k alone.
+void linear(Rows y, Rows x, Mat w, int n_rows);
+
+// The same into fp32 [n_rows][stride].
+void logits(Dev<float> y, int stride, Rows x, Mat w, int n_rows);
+
+// y[r][i] = silu(x[r][i]) * x[r][width + i]; silu(v) = v / (1 + exp(-v)).
+void swiglu(Rows y, Rows x, int n_rows, int width);
+
+// ---- attention of the target (mla.cpp, ref/mla.py) ---------------------------------------------------------------------
+
+// q[r][head]: [nope | rope] -> q_lat[r][head]: [kv_lora | rope]. The rope part is rotated (pairs interleaved: elements
+// 2 i, 2 i + 1) by the row's position; the nope part goes through k_up: q_lat[c] = sum_n q[n] k_up[head * nope + n][c].
+void mla_query(Rows q_lat, Rows q, Mat k_up, const Rope& rope, const View& v, const Shape& s);
+
+// Write KV row slot[r] of the row's stream: [rms_norm(latent) * norm | rotated rope key].
+// kv_a[r] = [latent kv_lora | rope key]; kv is the layer's pool [pages * KD_PAGE_TOKENS][kv_row()].
+void mla_append(Rows kv, Rows kv_a, Vec norm, const Rope& rope, const View& v, const Shape& s);
+
+// o_lat[r][head] = sum over the row's keys of softmax(score) * latent; score = (q_lat . kv row) * score_scale.
+// Keys in position order. With B = 16 * floor(max(0, position - KD_MAX_DEPTH) / 16): keys below B in steps of 16, keys from
+// B on one by one, all with an online softmax in fp32.
+void mla_attention(Rows o_lat, Rows q_lat, Rows kv, const View& v, const Shape& s);
+
+// o[r][head][i] = sum_c o_lat[r][head][c] v_up[head * v_head + i][c].
+void mla_value(Rows o, Rows o_lat, Mat v_up, int n_rows, const Shape& s);
+
+// ---- experts (moe.cpp, ref/moe.py) --------------------------------------------------------------------------------------
+
+// s = sigmoid(router . h) in fp32; the experts_per_token experts of largest s + bias (ties: lowest id), largest first, with
+// weights s / (sum of s + 1e-20) * routed_scale (norm_topk) or s * routed_scale. expert, weight [n_rows][experts_per_token].
+void route(Dev<int32_t> expert, Dev<float> weight, Rows h, Dev<const float> router, Vec bias, int n_rows, const Shape& s);
+
+// y[r] adds sum over slots, in slot order, of weight * down(silu(gate h) * up h). The sum is formed first, then added.
+// Weights stay 4-bit up to registers.
+void moe(Rows y, Rows h, Dev<int32_t> expert, Dev<float> weight, const Experts& w, int n_rows, const Shape& s);
+
+// ---- drafter (draft.cpp, ref/draft.py) ----------------------------------------------------------------------------------
+
+// Head-wise rms_norm * norm, then rotation (halves: elements i, i + head_dim / 2) by the row's position, in place.
+// x[r] holds `heads` heads of head_dim.
+void head_norm_rope(Rows x, Vec norm, const Rope& rope, const View& v, int heads, int head_dim, float eps);
+
+// Write the context K/V of row slot[r]: k (normed and rotated already) and v into the layer's pools
+// [pages * KD_PAGE_TOKENS][kv_heads_rank * head_dim].
+void draft_append(Rows k_pool, Rows v_pool, Rows k, Rows v, const View& view, const DraftShape& d);
+
+// Non-causal attention of block rows: row r sees the context slots 0 .. prefix[r] - 1 of its stream and all `block` rows of
+// its own block (rows r - r % block ..), where `window` allows (0 = all, else |position difference| < window).
+// qkv[r] = [q heads | k kv_heads | v kv_heads], q and k normed and rotated. Scale head_dim^-0.5.
+void draft_attention(Rows o, Rows qkv, Rows k_pool, Rows v_pool, const View& v, int window, const DraftShape& d);
+
+// The `k` best of each logits row over all ranks, best first (ties: lowest id), with natural log-probabilities over the
+// whole vocabulary: logit - logsumexp, in fp32. id, logprob [n_rows][k]; k <= vocab. logits [n_rows][vocab_rank]. [collective]
+void top_logprobs(Dev<int32_t> id, Dev<float> logprob, Dev<float> logits, int n_rows, int k, const Shape& s);
+
+// ---- sampling (sample.cpp, ref/sample.py) --------------------------------------------------------------------------------
+
+// Choose a token for each logits row [n_out][vocab_rank]. Row i is row out_row[i] of the view; the token's position is that
+// row's position + 1; `sampling` [n_streams] is indexed by the row's stream. Rules: docs/design.md, "Sampling". [collective]
+void sample(const Choice& out, Dev<float> logits, Dev<const Sampling> sampling, const View& v, const Shape& s);
+
+// ---- tree (accept.cpp, ref/accept.py) --------------------------------------------------------------------------------------
+
+// The path the target itself takes: from each root, go to the child whose token is the one chosen after the current
+// node, as long as there is one. out_row must be the identity (row i of the view is logits row i). At most KD_MAX_DEPTH steps.
+void tree_accept(const Accepted& out, const Trees& trees, const Choice& choice, const View& v);
+
+// Move the kept KV rows of a layer to the front: slot prefix + node[j] -> prefix + j, for each stream, prefix being that
+// of the stream's root row.
+void kv_commit(Rows kv, const Accepted& kept, const Trees& trees, const View& v, int width);
+
+// ring[s][(position of root + j) % ring_rows] = taps[first_row[s] + node[j]] for each kept row; s = ring_slot[stream].
+void keep_taps(Rows ring, Rows taps, Dev<int32_t> ring_slot, const Accepted& kept, const Trees& trees, const View& v,
+               int ring_rows, int width);
+
+}  // namespace kd::ops

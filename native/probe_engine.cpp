@@ -1,0 +1,59 @@
+// Test-only entry points to the host-side parts of the engine: page accounts and text.
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "engine/kv_cache.h"
+#include "engine/text.h"
+
+#define KD_PROBE extern "C" __attribute__((visibility("default")))
+
+KD_PROBE kd::KvCache* kd_probe_cache_new(int pages) { return new kd::KvCache(pages); }
+KD_PROBE void kd_probe_cache_delete(kd::KvCache* cache) { delete cache; }
+KD_PROBE int kd_probe_cache_free(kd::KvCache* cache) { return cache->free(); }
+KD_PROBE int kd_probe_cache_cached(kd::KvCache* cache) { return cache->cached(); }
+
+// pages: room for n / KD_PAGE_TOKENS; returns how many are shared. *copy_from, *copy_rows as in Prefix.
+KD_PROBE int kd_probe_cache_match(kd::KvCache* cache, const int32_t* tokens, int n, int32_t* pages, int32_t* copy_from,
+                                  int* copy_rows) {
+    const auto prefix = cache->match(tokens, n);
+    std::copy(prefix.pages.begin(), prefix.pages.end(), pages);
+    *copy_from = prefix.copy_from;
+    *copy_rows = prefix.copy_rows;
+    return int(prefix.pages.size());
+}
+
+KD_PROBE int kd_probe_cache_allocate(kd::KvCache* cache, int32_t* pages, int count) {
+    std::vector<int32_t> fresh;
+    if (!cache->allocate(fresh, count)) return 0;
+    std::copy(fresh.begin(), fresh.end(), pages);
+    return 1;
+}
+
+KD_PROBE void kd_probe_cache_publish(kd::KvCache* cache, const int32_t* tokens, int n, const int32_t* pages, int n_pages) {
+    cache->publish(tokens, n, std::vector<int32_t>(pages, pages + n_pages));
+}
+
+KD_PROBE void kd_probe_cache_release(kd::KvCache* cache, const int32_t* pages, int n_pages) {
+    cache->release(std::vector<int32_t>(pages, pages + n_pages));
+}
+
+KD_PROBE kd::TextStream* kd_probe_text_new(const char* const* stops, const uint32_t* lengths, int n) {
+    std::vector<std::string> list;
+    for (int i = 0; i < n; i++) list.emplace_back(stops[i], lengths[i]);
+    auto* text = new kd::TextStream;
+    text->reset(list);
+    return text;
+}
+KD_PROBE void kd_probe_text_delete(kd::TextStream* text) { delete text; }
+
+// Adds one token's bytes (length < 0: the end); writes what is released to `out`, whose length is returned. *stopped: a stop
+// string is complete.
+KD_PROBE int kd_probe_text_add(kd::TextStream* text, const char* bytes, int length, char* out, int* stopped) {
+    std::string released;
+    *stopped = 0;
+    if (length < 0) text->finish(released);
+    else *stopped = text->add(std::string_view(bytes, size_t(length)), released);
+    memcpy(out, released.data(), released.size());
+    return int(released.size());
+}

@@ -1,0 +1,172 @@
+#include "probe_rig.h"
+
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <tuple>
+
+namespace kd::probe {
+namespace {
+
+thread_local std::string last_error;  // of kd_probe_error()
+
+std::mutex groups_mutex;
+
+// Groups live as long as the process: opening one starts threads. Never destroyed, so that exit waits for nobody.
+std::map<std::tuple<int, int, int>, std::shared_ptr<device::Group>>& groups() {
+    static auto* all = new std::map<std::tuple<int, int, int>, std::shared_ptr<device::Group>>;
+    return *all;
+}
+
+int32_t remember(const Error& e) {
+    last_error = e.what();
+    return e.status;
+}
+
+}  // namespace
+
+Rig::~Rig() {
+    for (const Buffer& b : buffers_) device::release(b.device);
+}
+
+void* Rig::place(void* host, size_t begin, size_t stride, size_t piece, size_t pieces, size_t total, const void* poison,
+                 size_t poison_size, bool read, bool written) {
+    Buffer b;
+    b.image.resize(total);
+    for (size_t i = 0; i + poison_size <= total; i += poison_size) std::memcpy(&b.image[i], poison, poison_size);
+    for (size_t i = 0; i < pieces; i++) {
+        char* to = b.image.data() + begin + i * stride;
+        if (read) std::memcpy(to, static_cast<char*>(host) + i * piece, piece);
+        else std::memset(to, 0xAA, piece);
+    }
+    b.device = device::alloc(total);
+    b.host = written ? host : nullptr;
+    b.begin = begin;
+    b.stride = stride;
+    b.piece = piece;
+    b.pieces = pieces;
+    device::upload(b.device, b.image.data(), total);
+    buffers_.push_back(std::move(b));
+    return buffers_.back().device;
+}
+
+Rows Rig::rows(float* host, int n_rows, int width, bool read, bool written) {
+    constexpr int offset = 5, spare_columns = 7, spare_rows = 2;
+    const int stride = width + spare_columns;
+    const uint32_t nan = 0x7FC00001;
+    void* p = place(host, offset * sizeof(float), stride * sizeof(float), width * sizeof(float), n_rows,
+                    static_cast<size_t>(n_rows + spare_rows) * stride * sizeof(float), &nan, sizeof nan, read, written);
+    return {p, stride, offset};
+}
+
+Rope Rig::rope(const kd_probe_rope* r) {
+    const size_t n = static_cast<size_t>(r->positions) * r->pairs;
+    return {in_const(r->cos, n), in_const(r->sin, n), r->pairs};
+}
+
+View Rig::view(const kd_probe_view* v) {
+    View to;
+    to.n_rows = v->n_rows;
+    to.n_streams = v->n_streams;
+    to.n_out = v->n_out;
+    to.max_pages = v->max_pages;
+    to.token = in(v->token, v->n_rows);
+    to.position = in(v->position, v->n_rows);
+    to.stream = in(v->stream, v->n_rows);
+    to.slot = in(v->slot, v->n_rows);
+    to.prefix = in(v->prefix, v->n_rows);
+    to.mask = in(v->mask, static_cast<size_t>(v->n_rows) * kMaskWords);
+    to.page_table = in(v->page_table, static_cast<size_t>(v->n_streams) * v->max_pages);
+    to.out_row = in(v->out_row, v->n_out);
+    return to;
+}
+
+void Rig::finish(const char* name) {
+    for (const Buffer& b : buffers_) {
+        std::vector<char> now(b.image.size());
+        device::download(now.data(), b.device, now.size());
+        std::vector<char> expected = b.image;
+        if (b.host) {
+            Result result{b.host, {}};
+            for (size_t i = 0; i < b.pieces; i++) {
+                const char* from = now.data() + b.begin + i * b.stride;
+                result.bytes.insert(result.bytes.end(), from, from + b.piece);
+                std::memcpy(&expected[b.begin + i * b.stride], from, b.piece);
+            }
+            results.push_back(std::move(result));
+        }
+        for (size_t i = 0; i < now.size(); i++) {
+            if (now[i] == expected[i]) continue;
+            fail(KD_E_FATAL, "%s: rank %d: byte %zu of array %zu was overwritten, which is not part of a result", name, rank, i,
+                 static_cast<size_t>(&b - buffers_.data()));
+        }
+    }
+}
+
+int32_t run(const char* name, const kd_probe_device* d, const std::function<void(Rig&)>& body) try {
+    const std::tuple key{d->tp, d->threads, d->isa};
+    std::shared_ptr<device::Group> group;
+    {
+        std::lock_guard lock(groups_mutex);
+        auto& known = groups()[key];
+        if (!known) known = device::open_group({d->tp, d->threads, d->isa});
+        group = known;
+    }
+
+    std::vector<std::vector<Rig::Result>> results(d->tp);
+    std::vector<int> status(d->tp, KD_OK);
+    std::vector<std::string> sentence(d->tp);
+    std::vector<std::thread> ranks;
+    for (int r = 0; r < d->tp; r++) {
+        ranks.emplace_back([&, r] {
+            try {
+                device::bind(device::context(*group, r));
+                Rig rig(r);
+                body(rig);
+                rig.finish(name);
+                results[r] = std::move(rig.results);
+            } catch (const Error& e) {
+                status[r] = e.status;
+                sentence[r] = e.what();
+                device::abort(*group);
+            }
+            device::bind(nullptr);
+        });
+    }
+    for (std::thread& rank : ranks) rank.join();
+    for (int r = 0; r < d->tp; r++) {
+        if (status[r] == KD_OK) continue;
+        std::lock_guard lock(groups_mutex);
+        groups().erase(key);
+        // The first to fail says why; those it woke only say that somebody did.
+        int first = r;
+        for (int other = 0; other < d->tp; other++) {
+            if (status[other] != KD_OK && sentence[other].find("another rank") == std::string::npos) first = other;
+        }
+        throw Error(status[first], sentence[first]);
+    }
+    for (size_t i = 0; i < results[0].size(); i++) {
+        for (int r = 1; r < d->tp; r++) {
+            if (results[r][i].bytes != results[0][i].bytes) {
+                fail(KD_E_FATAL, "%s: result %zu of rank %d differs from that of rank 0", name, i, r);
+            }
+        }
+        const Rig::Result& result = results[0][i];
+        std::memcpy(result.host, result.bytes.data(), result.bytes.size());
+    }
+    return KD_OK;
+} catch (const Error& e) {
+    return remember(e);
+}
+
+}  // namespace kd::probe
+
+extern "C" const char* kd_probe_error(void) { return kd::probe::last_error.c_str(); }
+
+extern "C" int32_t kd_probe_isa(int32_t isa) try {
+    kd::device::open_group({1, 1, isa});
+    return KD_OK;
+} catch (const kd::Error& e) {
+    return kd::probe::remember(e);
+}

@@ -1,0 +1,97 @@
+// Runs an operation on every rank of a group, in device memory laid out to catch what should not be read or written.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <type_traits>
+#include <vector>
+
+#include "device.h"
+#include "error.h"
+#include "probe.h"
+
+namespace kd::probe {
+
+constexpr int kWildIndex = 2147480000;  // an index that nobody may follow
+
+// One rank's memory during a probe.
+class Rig {
+  public:
+    explicit Rig(int rank) : rank(rank) {}
+    ~Rig();
+    Rig(const Rig&) = delete;
+    Rig& operator=(const Rig&) = delete;
+
+    const int rank;
+
+    Rows in(const float* host, int n_rows, int width) { return rows(const_cast<float*>(host), n_rows, width, true, false); }
+    Rows out(float* host, int n_rows, int width) { return rows(host, n_rows, width, false, true); }
+    Rows inout(float* host, int n_rows, int width) { return rows(host, n_rows, width, true, true); }
+
+    // Arrays; a null `host` gives a null Dev.
+    template <class T>
+    Dev<T> in(const T* host, size_t n) {
+        return array(const_cast<T*>(host), n, true, false);
+    }
+    template <class T>
+    Dev<T> out(T* host, size_t n) {
+        return array(host, n, false, true);
+    }
+    template <class T>
+    Dev<T> inout(T* host, size_t n) {
+        return array(host, n, true, true);
+    }
+    Mat mat(const uint16_t* host, int n, int k) { return {in_const(host, static_cast<size_t>(n) * k), n, k}; }
+    W4 w4(const uint32_t* q, const uint16_t* s, int n, int k) {
+        return {in_const(q, static_cast<size_t>(n) * k / 8), in_const(s, static_cast<size_t>(n) * k / 32), n, k};
+    }
+    template <class T>
+    Dev<const T> in_const(const T* host, size_t n) {
+        return Dev<const T>(static_cast<const T*>(std::bit_cast<void*>(in(host, n))));
+    }
+    Rope rope(const kd_probe_rope* r);
+    View view(const kd_probe_view* v);
+
+    // After the operation: checks that only results were written and keeps these.
+    void finish(const char* name);
+
+    struct Result {
+        void* host;
+        std::vector<char> bytes;
+    };
+    std::vector<Result> results;
+
+  private:
+    struct Buffer {
+        void* device = nullptr;
+        void* host = nullptr;     // where results go; nullptr: an input
+        std::vector<char> image;  // what was uploaded
+        size_t begin = 0, stride = 0, piece = 0, pieces = 0;  // bytes of the values; the rest is guard
+    };
+
+    Rows rows(float* host, int n_rows, int width, bool read, bool written);
+    // Puts values in the middle of poison.
+    void* place(void* host, size_t begin, size_t stride, size_t piece, size_t pieces, size_t total, const void* poison,
+                size_t poison_size, bool read, bool written);
+
+    template <class T>
+    Dev<T> array(T* host, size_t n, bool read, bool written) {
+        if (!host) return {};
+        constexpr size_t spare = 16;
+        std::remove_const_t<T> poison;
+        std::memset(static_cast<void*>(&poison), 0xFF, sizeof poison);  // NaN as any floating-point format
+        if constexpr (std::is_same_v<std::remove_const_t<T>, int32_t>) poison = kWildIndex;
+        const size_t bytes = n * sizeof(T);
+        void* p = place(host, 0, bytes, bytes, 1, bytes + spare * sizeof(T), &poison, sizeof poison, read, written);
+        return Dev<T>(static_cast<T*>(p));
+    }
+
+    std::vector<Buffer> buffers_;
+};
+
+// body(rig) on every rank, then results to the host. Returns a kd_status; kd_probe_error() has the sentence.
+int32_t run(const char* name, const kd_probe_device* device, const std::function<void(Rig&)>& body);
+
+}  // namespace kd::probe

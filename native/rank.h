@@ -1,0 +1,82 @@
+// What one rank owns while a model is loaded: activations, KV pools, and the device side of a step.
+#pragma once
+
+#include "device.h"
+#include "types.h"
+
+namespace kd {
+
+// Largest counts a rank's buffers are made for.
+struct Limits {
+    int rows = 0;       // rows of one step
+    int streams = 0;    // sequences of one step
+    int tree_width = 0; // candidates a depth of a draft table
+    int kv_pages = 0;
+    int pages_sequence = 0;  // pages of one sequence
+};
+
+// Rows of a step on their way through the layers. Named as in forward.cpp; reused by every layer.
+struct Activations {
+    Dev<float> x;      // residual stream [rows][hidden]
+    Rows h, y;         // normed input and output of a block [rows][hidden]
+    Rows qkv_a;        // [q_lora + kv_lora + rope]
+    Rows q_a;          // [q_lora]
+    Rows q;            // [heads][nope + rope]
+    Rows q_lat;        // [heads][kv_lora + rope]
+    Rows o_lat;        // [heads][kv_lora]
+    Rows o;            // [heads][v_head]
+    Rows gate_up;      // [2 * inter]
+    Rows act;          // [inter]
+    Dev<int32_t> expert;
+    Dev<float> weight; // [rows][experts_per_token]
+    Rows taps;         // [taps][hidden]
+    Rows out;          // rows whose logits are wanted [hidden]
+    Dev<float> logits; // [rows][vocab_rank]
+
+    Rows draft_taps;   // taps of tokens not yet projected [taps][hidden]
+    Rows draft_qkv;    // [q heads | k kv_heads | v kv_heads][head_dim]
+    Rows draft_o;      // [heads][head_dim]
+};
+
+// The arrays behind a View.
+struct ViewArrays {
+    Dev<int32_t> token, position, stream, slot, prefix, page_table, out_row;
+    Dev<uint64_t> mask;
+};
+
+constexpr int kTapRing = 64;  // tokens whose taps are kept until they are projected into drafter K/V
+
+struct Rank {
+    const Model* model = nullptr;
+    int index = 0;
+    Limits limits;
+    Activations act;
+    std::vector<Rows> kv;                // per layer [pages * KD_PAGE_TOKENS][kv_row]
+    std::vector<Rows> draft_k, draft_v;  // per draft layer [pages * KD_PAGE_TOKENS][kv_heads_rank * head_dim]
+    Rows tap_ring;                       // [streams * kTapRing][taps * hidden]
+    ViewArrays view;
+    Dev<int32_t> from_row, to_row;  // of a copy [rows]
+    Dev<int32_t> ring_slot;         // [streams]
+    Dev<Sampling> sampling;         // [streams]
+    Trees trees;
+    Choice choice;
+    Accepted kept;
+    Dev<int32_t> draft_token;  // [streams * depth][tree_width]
+    Dev<float> draft_logprob;
+
+    Rank(const Model& model, int index, const Limits& limits);  // on the bound rank; throws Error(KD_E_NOMEM)
+    ~Rank();
+    Rank(const Rank&) = delete;
+    Rank& operator=(const Rank&) = delete;
+
+    // Bytes of one token over all pools.
+    static uint64_t kv_bytes_token(const Model& model);
+
+  private:
+    std::vector<void*> owned_;
+    Rows rows(size_t n, int width);
+    template <class T>
+    Dev<T> array(size_t n);
+};
+
+}  // namespace kd

@@ -1,0 +1,97 @@
+// The steps of the engine: one prefill chunk, one decode round. Called by the engine thread; every rank takes part.
+#pragma once
+
+#include <array>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "engine/team.h"
+#include "rank.h"
+#include "step_view.h"
+#include "tree/registry.h"
+
+namespace kd {
+
+// The builder of a sequence and how much it may build.
+struct Planting {
+    const tree::Instance* builder = nullptr;
+    int budget = 0;
+    uint64_t generation = 0;
+};
+
+// One request's tokens and cache. Invariant between steps once the prompt is in: KV rows 0 .. start - 1 are those of
+// tokens[0 .. start), and tokens[start], the last one, has been chosen but not yet run (the root of the next tree).
+struct Sequence {
+    int slot = -1;                // place among the streams: index of its tap ring
+    std::vector<int32_t> tokens;  // prompt, then what was generated
+    int prompt = 0;
+    int max_tokens = 0;
+    int start = 0;                // KV rows committed
+    int draft_start = 0;          // rows that have drafter K/V; the taps of draft_start .. start - 1 wait in the ring
+    std::vector<int32_t> pages;
+    Sampling sampling;
+    Planting planting;
+
+    // What the last step brought: tokens[tokens.size() - n_new ..] with these.
+    int n_new = 0;
+    int nodes = 0;
+    std::array<uint64_t, KD_MAX_TOKENS_EVENT> hashes{};
+    std::array<float, KD_MAX_TOKENS_EVENT> logprobs{};
+
+    int generated() const { return int(tokens.size()) - prompt; }
+};
+
+// Tokens begin .. begin + n - 1 of a prompt.
+struct PromptPart {
+    Sequence* sequence = nullptr;
+    int begin = 0;
+    int n = 0;
+};
+
+// Wall time of the parts of a round and what it did; the engine adds them up.
+struct StepCounts {
+    uint64_t draft_us = 0, build_us = 0, verify_us = 0;
+    uint64_t draft_calls = 0, rows = 0, nodes = 0, accepted = 0, builder_failures = 0;
+};
+
+// Everything a step needs: the ranks and the host side of their buffers.
+struct Stage {
+    Stage(Team& team, std::vector<std::unique_ptr<Rank>> ranks, int max_rows);
+
+    Team& team;
+    std::vector<std::unique_ptr<Rank>> ranks;
+    const int max_rows;  // of one round; a draft may have more
+    StepView view;
+    std::vector<Sampling> sampling;
+
+    // Draft tables and trees, one slice a sequence of the round.
+    std::vector<int32_t> table_token;
+    std::vector<float> table_logprob;
+    std::vector<int32_t> node_token, node_parent;
+    std::vector<kd_tree_in> tree_in;
+    std::vector<kd_tree_out> tree_out;
+    std::vector<int32_t> first_row, parent, ring_slot, from_row, to_row;
+
+    // What came back.
+    std::vector<int32_t> choice, kept_n, kept_node;
+    std::vector<uint64_t> hash;
+    std::vector<float> logprob;
+
+    const Model& model() const { return *ranks[0]->model; }
+};
+
+// Run parts of prompts through target and drafter context; sequences whose prompt is then complete get their first token.
+// At most max_rows rows, one part a sequence.
+void prefill_chunk(Stage& g, std::span<const PromptPart> parts);
+
+// One round for every sequence: draft, build, verify, accept, commit. Each gets n_new >= 1 tokens.
+StepCounts decode_round(Stage& g, std::span<Sequence* const> batch);
+
+// A prompt part of `sequence` whose logits are all wanted: out [n][vocab], float32.
+void score_chunk(Stage& g, const PromptPart& part, float* out);
+
+// Copy the first `n` rows of a page to another, in every layer (copy-on-write).
+void copy_page(Stage& g, int32_t to, int32_t from, int n);
+
+}  // namespace kd
