@@ -97,8 +97,10 @@ class Members {
     Members& add(const char* key, const std::vector<T>& values) {
         std::string s;
         for (const T& v : values) {
-            if constexpr (std::is_floating_point_v<T>) s += (s.empty() ? "" : ", ") + number(v);
-            else s += (s.empty() ? "" : ", ") + std::to_string(v);
+            if constexpr (std::is_floating_point_v<T>)
+                s += (s.empty() ? "" : ", ") + number(v);
+            else
+                s += (s.empty() ? "" : ", ") + std::to_string(v);
         }
         return add(key, "[" + s + "]");
     }
@@ -132,8 +134,11 @@ std::string dump(const kd::DraftShape& d) {
 
 std::string dump(const kd::model::Rotary& r, int dim) {
     Members m;
-    return m.add("theta", r.theta).add("kind", static_cast<int>(r.kind)).add("amplitude", kd::model::rope_amplitude(r))
-        .add("frequencies", kd::model::rope_frequencies(r, dim)).text();
+    return m.add("theta", r.theta)
+        .add("kind", static_cast<int>(r.kind))
+        .add("amplitude", kd::model::rope_amplitude(r))
+        .add("frequencies", kd::model::rope_frequencies(r, dim))
+        .text();
 }
 
 struct Handle {  // the group outlives what is loaded on it
@@ -198,7 +203,8 @@ Matrix read(const kd::Model& m, const std::string& name) {
     if (name == "draft_cos") return read(m.draft_rope.cos, rows, m.draft_rope.pairs);
     if (name == "draft_sin") return read(m.draft_rope.sin, rows, m.draft_rope.pairs);
     const size_t dot = name.find('.'), second = name.find('.', dot + 1);
-    if (dot == std::string::npos || second == std::string::npos) kd::fail(KD_E_NOT_FOUND, "no weight '%s'", name.c_str());
+    if (dot == std::string::npos || second == std::string::npos)
+        kd::fail(KD_E_NOT_FOUND, "no weight '%s'", name.c_str());
     const auto i = static_cast<size_t>(std::stoi(name.substr(dot + 1)));
     const std::string what = name.substr(second + 1);
     if (name.starts_with("draft_layers.")) {
@@ -207,7 +213,8 @@ Matrix read(const kd::Model& m, const std::string& name) {
         if (what == "post_norm") return read(l.post_norm, 1, s.hidden);
         if (what == "q_norm") return read(l.q_norm, 1, m.draft.head_dim);
         if (what == "k_norm") return read(l.k_norm, 1, m.draft.head_dim);
-        for (const auto& [member, mat] : {std::pair{"qkv", &l.qkv}, {"o", &l.o}, {"gate_up", &l.gate_up}, {"down", &l.down}})
+        for (const auto& [member, mat] :
+             {std::pair{"qkv", &l.qkv}, {"o", &l.o}, {"gate_up", &l.gate_up}, {"down", &l.down}})
             if (what == member) return read(*mat);
     } else {
         const kd::Layer& l = m.layers.at(i);
@@ -219,10 +226,15 @@ Matrix read(const kd::Model& m, const std::string& name) {
         if (what == "router_bias") return read(l.router_bias, 1, s.experts);
         if (what == "experts.gate_up") return read(l.routed.gate_up, l.routed.count);
         if (what == "experts.down") return read(l.routed.down, l.routed.count);
-        for (const auto& [member, mat] :
-             {std::pair{"qkv_a", &l.qkv_a}, {"q_b", &l.q_b}, {"k_up", &l.k_up}, {"v_up", &l.v_up}, {"o", &l.o},
-              {"gate_up", &l.gate_up}, {"down", &l.down}, {"shared_gate_up", &l.shared_gate_up},
-              {"shared_down", &l.shared_down}})
+        for (const auto& [member, mat] : {std::pair{"qkv_a", &l.qkv_a},
+                                          {"q_b", &l.q_b},
+                                          {"k_up", &l.k_up},
+                                          {"v_up", &l.v_up},
+                                          {"o", &l.o},
+                                          {"gate_up", &l.gate_up},
+                                          {"down", &l.down},
+                                          {"shared_gate_up", &l.shared_gate_up},
+                                          {"shared_down", &l.shared_down}})
             if (what == member) return read(*mat);
     }
     kd::fail(KD_E_NOT_FOUND, "no weight '%s'", name.c_str());
@@ -271,7 +283,8 @@ KD_PROBE int kd_probe_index(const char* bytes, size_t n, char* out, size_t capac
 }
 
 // `generation` and `draft` may be NULL.
-KD_PROBE int kd_probe_config(const char* config, const char* generation, const char* draft, char* out, size_t capacity) {
+KD_PROBE int kd_probe_config(const char* config, const char* generation, const char* draft, char* out,
+                             size_t capacity) {
     return guarded([&] {
         kd::model::Config c = kd::model::parse_config(config, "config.json");
         if (generation) kd::model::add_stop_ids(c, generation, "generation_config.json");
@@ -287,8 +300,8 @@ KD_PROBE int kd_probe_config(const char* config, const char* generation, const c
 }
 
 // The load is cancelled once `stop_at` tensor bytes are read (UINT64_MAX: never). `read`: tensor bytes read; `total`: to read.
-KD_PROBE int kd_probe_load(void** handle, const char* path, int draft_mode, const char* draft_path, int tp, uint64_t stop_at,
-                           uint64_t* read, uint64_t* total) {
+KD_PROBE int kd_probe_load(void** handle, const char* path, int draft_mode, const char* draft_path, int tp,
+                           uint64_t stop_at, uint64_t* read, uint64_t* total) {
     kd::model::Progress progress;
     progress.stop_at = stop_at;
     const int status = guarded([&] {
@@ -297,7 +310,8 @@ KD_PROBE int kd_probe_load(void** handle, const char* path, int draft_mode, cons
         options.tp = tp;
         options.threads = tp;
         h->group = kd::device::open_group(options);
-        const kd::model::DraftChoice choice{static_cast<kd::model::DraftChoice::Mode>(draft_mode), draft_path ? draft_path : ""};
+        const kd::model::DraftChoice choice{static_cast<kd::model::DraftChoice::Mode>(draft_mode),
+                                            draft_path ? draft_path : ""};
         h->loaded = kd::model::load(path, choice, *h->group, tp, progress);
         *handle = h.release();
     });

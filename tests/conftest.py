@@ -44,4 +44,4 @@ def small3(tmp_path_factory) -> Path:
     """A random 3-layer model with a drafter, made once a session."""
     import fake_model
 
-    return fake_model.make(tmp_path_factory.mktemp("small3"))
+    return fake_model.write_model(tmp_path_factory.mktemp("small3"), **fake_model.SMALL3)

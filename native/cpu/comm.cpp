@@ -13,7 +13,8 @@ int tp() { return bound().group.tp; }
 
 void Meeting::check() const {
     if (aborted_.load(std::memory_order_acquire))
-        fail(KD_E_FATAL, "another rank failed, so this rank left the collective it was in: close the engine and open it again");
+        fail(KD_E_FATAL,
+             "another rank failed, so this rank left the collective it was in: close the engine and open it again");
 }
 
 void Meeting::arrive(int tp, int spins) {
@@ -56,8 +57,8 @@ Shared share_filled(size_t bytes) {
     for (int r = 0; r < g.tp; r++) {
         if (g.given[turn][r].bytes != bytes) {
             g.meeting.abort();
-            fail(KD_E_FATAL, "ranks %d and %d gave %zu and %zu bytes to one collective: they are not at the same step", c.rank,
-                 r, bytes, g.given[turn][r].bytes);
+            fail(KD_E_FATAL, "ranks %d and %d gave %zu and %zu bytes to one collective: they are not at the same step",
+                 c.rank, r, bytes, g.given[turn][r].bytes);
         }
         all.of_rank[r] = g.given[turn][r].p;
     }

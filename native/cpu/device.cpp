@@ -53,8 +53,7 @@ struct alignas(64) Header {
 
 Context::Context(Group& group, int rank, int threads, int spins) : group(group), rank(rank) {
     if (threads > 1)
-        pool = std::make_unique<cpu::Pool>(
-            threads - 1, spins, [](void* c) { bind(static_cast<Context*>(c)); }, this);
+        pool = std::make_unique<cpu::Pool>(threads - 1, spins, [](void* c) { bind(static_cast<Context*>(c)); }, this);
 }
 
 Group::Group(const Options& options) {
@@ -66,10 +65,12 @@ Group::Group(const Options& options) {
         fail(KD_E_INVALID, "isa is %d: give one of KD_ISA_*", options.isa);
     tp = options.tp;
     isa = options.isa;
-    if (isa == KD_ISA_AUTO) isa = machine_has(KD_ISA_AVX512) ? KD_ISA_AVX512 : machine_has(KD_ISA_AVX2) ? KD_ISA_AVX2 : KD_ISA_PLAIN;
-    if (!machine_has(isa))
-        fail(KD_E_DEVICE, "this machine has no %s: open with isa auto or plain", name_of(isa));
-    kernels = isa == KD_ISA_AVX512 ? cpu::kernels_avx512() : isa == KD_ISA_AVX2 ? cpu::kernels_avx2() : cpu::kernels_plain();
+    if (isa == KD_ISA_AUTO)
+        isa = machine_has(KD_ISA_AVX512) ? KD_ISA_AVX512 : machine_has(KD_ISA_AVX2) ? KD_ISA_AVX2 : KD_ISA_PLAIN;
+    if (!machine_has(isa)) fail(KD_E_DEVICE, "this machine has no %s: open with isa auto or plain", name_of(isa));
+    kernels = isa == KD_ISA_AVX512 ? cpu::kernels_avx512()
+              : isa == KD_ISA_AVX2 ? cpu::kernels_avx2()
+                                   : cpu::kernels_plain();
 
     const int available = cores();
     const int per_rank = std::max(1, (options.threads ? options.threads : available) / tp);
@@ -100,9 +101,11 @@ size_t act_bytes() { return sizeof(float); }
 
 void* alloc(size_t bytes) {
     const size_t mapped = bytes + sizeof(Header);
-    void* p = mapped < bytes ? MAP_FAILED : mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* p =
+        mapped < bytes ? MAP_FAILED : mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED)
-        fail(KD_E_NOMEM, "the machine has no %zu MiB of memory to give: use a smaller model, kv_bytes or max_rows", bytes >> 20);
+        fail(KD_E_NOMEM, "the machine has no %zu MiB of memory to give: use a smaller model, kv_bytes or max_rows",
+             bytes >> 20);
     return new (p) Header{mapped} + 1;
 }
 

@@ -39,8 +39,8 @@ class Context {
     Group& group;
     const int rank;
     cpu::Scratch scratch[static_cast<int>(cpu::Use::count)];
-    cpu::Scratch shared[2];  // comm.h's two buffers
-    uint32_t turn = 0;       // which of them is next
+    cpu::Scratch shared[2];           // comm.h's two buffers
+    uint32_t turn = 0;                // which of them is next
     std::unique_ptr<cpu::Pool> pool;  // last: its threads stop before the rest goes
 };
 

@@ -72,9 +72,11 @@ void draft_attention(Rows o, Rows qkv, Rows k_pool, Rows v_pool, const View& v, 
         };
         // The context's token at position p is in slot p.
         const int oldest = window > 0 ? std::max(0, position - window + 1) : 0;
-        const int end = window > 0 ? static_cast<int>(std::min<int64_t>(prefix, static_cast<int64_t>(position) + window)) : prefix;
+        const int end =
+            window > 0 ? static_cast<int>(std::min<int64_t>(prefix, static_cast<int64_t>(position) + window)) : prefix;
         for (int slot = oldest; slot < end; slot++)
-            fold(cpu::kv_row(k_pool, v, stream, slot) + kv_head * dim, cpu::kv_row(v_pool, v, stream, slot) + kv_head * dim);
+            fold(cpu::kv_row(k_pool, v, stream, slot) + kv_head * dim,
+                 cpu::kv_row(v_pool, v, stream, slot) + kv_head * dim);
         for (int r = block; r < block + d.block; r++)
             if (window == 0 || std::abs(raw(v.position)[r] - position) < window)
                 fold(raw(qkv, r) + k_column + kv_head * dim, raw(qkv, r) + v_column + kv_head * dim);
@@ -96,7 +98,8 @@ void draft_attention(Rows o, Rows qkv, Rows k_pool, Rows v_pool, const View& v, 
                 alike &= window == 0 || std::max(raw(v.position)[r], raw(v.prefix)[r]) < window;
             }
             const int together = alike ? cpu::kHeadBlock : 1;
-            for (int r = first; r < first + d.block; r += together) attend(head, r, std::min(together, first + d.block - r));
+            for (int r = first; r < first + d.block; r += together)
+                attend(head, r, std::min(together, first + d.block - r));
         }
     });
 }

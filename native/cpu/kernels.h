@@ -1,9 +1,9 @@
 // The inner loops that are compiled once per instruction set (kernels_plain, _avx2, _avx512.cpp, all from
 // kernels_impl.h) and chosen when the group is opened. Everything around them is compiled once, for any machine.
 //
-// Sums over k run in 16 lanes: lane i adds elements i, i + 16, ... in order, then the lanes are added pairwise (8 apart, 4,
-// 2, 1). Every element of a result is computed alone in that order, so tiling, grouping and threads change nothing. AVX2
-// and AVX-512 give the same bits (both fuse multiply and add); plain does not fuse.
+// Sums over k run in 16 lanes: lane i adds elements i, i + 16, ... in order, then the lanes are added pairwise (8 apart,
+// 4, 2, 1). Every element of a result is computed alone in that order, so tiling, grouping and threads change nothing.
+// AVX2 and AVX-512 give the same bits (both fuse multiply and add); plain does not fuse.
 //
 // This header is included by files built with -mavx512*: only plain declarations, nothing inline, no library types.
 #pragma once
@@ -44,7 +44,8 @@ struct Kernels {
     // The same with 4-bit weights as in types.h (W4): exact in fp32 once scaled. q, s: row 0 of the n rows.
     void (*dot_w4)(float* y, size_t y_stride, RowsIn x, int rows, const uint32_t* q, const uint16_t* s, int n, int k);
     // y[r * y_stride + c] = sum_n a[r * a_stride + n] w[n][c] for c < width, added in order of n.
-    void (*mix_bf16)(float* y, size_t y_stride, const float* a, size_t a_stride, int rows, const uint16_t* w, int n, int width);
+    void (*mix_bf16)(float* y, size_t y_stride, const float* a, size_t a_stride, int rows, const uint16_t* w, int n,
+                     int width);
 
     void (*attend_begin)(Attend& a);
     // One step: `n` keys (<= 16) folded together.

@@ -10,8 +10,8 @@ namespace {
 
 using kd::cpu::Attend;
 using kd::cpu::kAttendEach;
-using kd::cpu::kHeadBlock;
 using kd::cpu::Kernels;
+using kd::cpu::kHeadBlock;
 using kd::cpu::RowsIn;
 
 KD_INLINE int smaller(int a, int b) { return a < b ? a : b; }
@@ -23,10 +23,10 @@ struct RowPointers {
 };
 KD_INLINE const float* row_of(const RowPointers& x, int i) { return x.row[i]; }
 
-// ---- dots: y[r][j] = sum_k x[r][k] w[j][k] ----------------------------------------------------------------------------
+// ---- dots: y[r][j] = sum_k x[r][k] w[j][k] --------------------------------------------------------------------------
 
-// Where weights come from. from(j): the weights from row j on. at(): 16 of row j from element i on; part(): the last n < 16;
-// pair(): 32 that share a scale.
+// Where weights come from. from(j): the weights from row j on. at(): 16 of row j from element i on; part(): the last
+// n < 16; pair(): 32 that share a scale.
 struct Bf16Weights {
     const uint16_t* w;
     size_t k;
@@ -65,7 +65,8 @@ KD_INLINE void store_sums(float* y, size_t y_stride, V (&acc)[R][J]) {
     KD_UNROLL for (int r = 0; r < R; r++) {
         float* to = y + static_cast<size_t>(r) * y_stride;
         if constexpr (J % 4 == 0) {
-            KD_UNROLL for (int j = 0; j < J; j += 4) sum4(to + j, acc[r][j], acc[r][j + 1], acc[r][j + 2], acc[r][j + 3]);
+            KD_UNROLL for (int j = 0; j < J; j += 4)
+                sum4(to + j, acc[r][j], acc[r][j + 1], acc[r][j + 2], acc[r][j + 3]);
         } else {
             KD_UNROLL for (int j = 0; j < J; j++) to[j] = sum(acc[r][j]);
         }
@@ -75,9 +76,7 @@ KD_INLINE void store_sums(float* y, size_t y_stride, V (&acc)[R][J]) {
 template <int R, int J, class W>
 void tile(float* y, size_t y_stride, const float* const* x, W w, int k) {
     V acc[R][J];
-    KD_UNROLL for (int r = 0; r < R; r++) {
-        KD_UNROLL for (int j = 0; j < J; j++) acc[r][j] = zero();
-    }
+    KD_UNROLL for (int r = 0; r < R; r++) { KD_UNROLL for (int j = 0; j < J; j++) acc[r][j] = zero(); }
     const float* row[R];
     KD_UNROLL for (int r = 0; r < R; r++) row[r] = x[r];
     int i = 0;
@@ -158,15 +157,14 @@ void dot_w4(float* y, size_t y_stride, RowsIn x, int rows, const uint32_t* q, co
     dot(y, y_stride, x, rows, W4Weights{q, s, static_cast<size_t>(k)}, n, k);
 }
 
-// ---- mixes: y[r][c] = sum_n a[r][n] w[n][c] -----------------------------------------------------------------------------
+// ---- mixes: y[r][c] = sum_n a[r][n] w[n][c] -------------------------------------------------------------------------
 
 // Columns 0 .. 16 C - 1, or `part` > 0 of them (then C = 1).
 template <int R, int C>
-void mix_tile(float* y, size_t y_stride, const float* a, size_t a_stride, const uint16_t* w, int n, size_t width, int part) {
+void mix_tile(float* y, size_t y_stride, const float* a, size_t a_stride, const uint16_t* w, int n, size_t width,
+              int part) {
     V acc[R][C];
-    KD_UNROLL for (int r = 0; r < R; r++) {
-        KD_UNROLL for (int c = 0; c < C; c++) acc[r][c] = zero();
-    }
+    KD_UNROLL for (int r = 0; r < R; r++) { KD_UNROLL for (int c = 0; c < C; c++) acc[r][c] = zero(); }
     for (int i = 0; i < n; i++, w += width) {
         V v[C];
         KD_UNROLL for (int c = 0; c < C; c++) v[c] = C == 1 && part ? bf16_part(w, part) : bf16(w + c * kLanes);
@@ -196,16 +194,18 @@ void mix_rows(float* y, size_t y_stride, const float* a, size_t a_stride, const 
     if (c < width) mix_tile<R, 1>(y + c, y_stride, a, a_stride, w + c, n, stride, width - c);
 }
 
-void mix_bf16(float* y, size_t y_stride, const float* a, size_t a_stride, int rows, const uint16_t* w, int n, int width) {
+void mix_bf16(float* y, size_t y_stride, const float* a, size_t a_stride, int rows, const uint16_t* w, int n,
+              int width) {
     int r = 0;
     for (; r + kMixRows <= rows; r += kMixRows)
-        mix_rows<kMixRows>(y + static_cast<size_t>(r) * y_stride, y_stride, a + static_cast<size_t>(r) * a_stride, a_stride, w, n,
-                           width);
+        mix_rows<kMixRows>(y + static_cast<size_t>(r) * y_stride, y_stride, a + static_cast<size_t>(r) * a_stride,
+                           a_stride, w, n, width);
     for (; r < rows; r++)
-        mix_rows<1>(y + static_cast<size_t>(r) * y_stride, y_stride, a + static_cast<size_t>(r) * a_stride, a_stride, w, n, width);
+        mix_rows<1>(y + static_cast<size_t>(r) * y_stride, y_stride, a + static_cast<size_t>(r) * a_stride, a_stride, w,
+                    n, width);
 }
 
-// ---- attention --------------------------------------------------------------------------------------------------------------
+// ---- attention ------------------------------------------------------------------------------------------------------
 
 // Applies f to every vector of a row of `width`: f(offset, elements), elements < 16 for the last one if it is short.
 template <class F>
@@ -332,7 +332,7 @@ void attend_end(Attend& a) {
     }
 }
 
-// ---- rows ---------------------------------------------------------------------------------------------------------------------
+// ---- rows -----------------------------------------------------------------------------------------------------------
 
 void rms_norm(float* y, const float* x, const float* w, int width, float eps) {
     V squares = zero();
@@ -373,7 +373,7 @@ void add_weighted(float* y, RowsIn parts, const float* weight, int n_parts, int 
     });
 }
 
-const Kernels kKernels = {dot_bf16,    dot_f32,     dot_w4,     mix_bf16, attend_begin, attend_step, attend_each,
+const Kernels kKernels = {dot_bf16,   dot_f32,  dot_w4,    mix_bf16, attend_begin, attend_step, attend_each,
                           attend_end, rms_norm, add_parts, swiglu,   sigmoid,      add_weighted};
 
 }  // namespace

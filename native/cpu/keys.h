@@ -9,7 +9,8 @@ namespace kd::cpu {
 // Row `slot` of a stream in a pool [pages * KD_PAGE_TOKENS][...].
 inline float* kv_row(Rows pool, const View& v, int stream, int slot) {
     const int32_t* pages = raw(v.page_table) + static_cast<size_t>(stream) * static_cast<size_t>(v.max_pages);
-    const size_t row = static_cast<size_t>(pages[slot / KD_PAGE_TOKENS]) * KD_PAGE_TOKENS + static_cast<size_t>(slot % KD_PAGE_TOKENS);
+    const size_t row =
+        static_cast<size_t>(pages[slot / KD_PAGE_TOKENS]) * KD_PAGE_TOKENS + static_cast<size_t>(slot % KD_PAGE_TOKENS);
     return raw(pool) + row * static_cast<size_t>(pool.stride);
 }
 
@@ -17,7 +18,10 @@ inline float* kv_row(Rows pool, const View& v, int stream, int slot) {
 class Keys {
   public:
     Keys(Rows pool, const View& v, int row)
-        : pool_(pool), v_(v), stream_(raw(v.stream)[row]), prefix_(raw(v.prefix)[row]),
+        : pool_(pool),
+          v_(v),
+          stream_(raw(v.stream)[row]),
+          prefix_(raw(v.prefix)[row]),
           mask_(raw(v.mask) + static_cast<size_t>(row) * kMaskWords) {}
 
     const float* next() {

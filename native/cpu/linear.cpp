@@ -9,8 +9,8 @@ namespace kd::ops {
 
 namespace {
 
-// Rows of weights are handled in eights (a multiple of every tile), and as many at a time as stay in the first-level cache
-// while the rows of x pass by.
+// Rows of weights are handled in eights (a multiple of every tile), and as many at a time as stay in the first-level
+// cache while the rows of x pass by.
 constexpr int kEight = 8;
 constexpr int kBlockBytes = 16 << 10;
 
@@ -22,7 +22,8 @@ void product(float* y, size_t y_stride, Rows x, Mat w, int n_rows) {
     cpu::parallel_for(eights, cpu::grain_for(static_cast<double>(n_rows) * w.k * kEight), [&](int begin, int end) {
         const int last = std::min(end * kEight, w.n);
         for (int j = begin * kEight; j < last; j += block)
-            cpu::kernels().dot_bf16(y + j, y_stride, in, n_rows, raw(w.w) + static_cast<size_t>(j) * static_cast<size_t>(w.k),
+            cpu::kernels().dot_bf16(y + j, y_stride, in, n_rows,
+                                    raw(w.w) + static_cast<size_t>(j) * static_cast<size_t>(w.k),
                                     std::min(block, last - j), w.k);
     });
 }
@@ -31,7 +32,9 @@ void product(float* y, size_t y_stride, Rows x, Mat w, int n_rows) {
 
 void linear(Rows y, Rows x, Mat w, int n_rows) { product(raw(y), static_cast<size_t>(y.stride), x, w, n_rows); }
 
-void logits(Dev<float> y, int stride, Rows x, Mat w, int n_rows) { product(raw(y), static_cast<size_t>(stride), x, w, n_rows); }
+void logits(Dev<float> y, int stride, Rows x, Mat w, int n_rows) {
+    product(raw(y), static_cast<size_t>(stride), x, w, n_rows);
+}
 
 void swiglu(Rows y, Rows x, int n_rows, int width) {
     constexpr double kExp = 8;  // an exp and a division, in multiply-adds

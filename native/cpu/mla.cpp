@@ -23,9 +23,10 @@ void mla_query(Rows q_lat, Rows q, Mat k_up, const Rope& rope, const View& v, co
     cpu::parallel_for(s.heads_rank, cpu::grain_for(ops), [&](int begin, int end) {
         for (int head = begin; head < end; head++) {
             const Rows to = q_lat.from(head * s.kv_row()), from = q.from(head * (s.nope + s.rope));
-            const uint16_t* w = raw(k_up.w) + static_cast<size_t>(head) * static_cast<size_t>(s.nope) * static_cast<size_t>(s.kv_lora);
-            cpu::kernels().mix_bf16(raw(to), static_cast<size_t>(to.stride), raw(from), static_cast<size_t>(from.stride), v.n_rows, w,
-                                    s.nope, s.kv_lora);
+            const uint16_t* w =
+                raw(k_up.w) + static_cast<size_t>(head) * static_cast<size_t>(s.nope) * static_cast<size_t>(s.kv_lora);
+            cpu::kernels().mix_bf16(raw(to), static_cast<size_t>(to.stride), raw(from),
+                                    static_cast<size_t>(from.stride), v.n_rows, w, s.nope, s.kv_lora);
             for (int r = 0; r < v.n_rows; r++)
                 cpu::rotate_interleaved(raw(to, r) + s.kv_lora, raw(from, r) + s.nope, rope, raw(v.position)[r]);
         }
@@ -86,10 +87,11 @@ void mla_value(Rows o, Rows o_lat, Mat v_up, int n_rows, const Shape& s) {
     const double ops = static_cast<double>(n_rows) * s.v_head * s.kv_lora;
     cpu::parallel_for(s.heads_rank, cpu::grain_for(ops), [&](int begin, int end) {
         for (int head = begin; head < end; head++) {
-            const uint16_t* w = raw(v_up.w) + static_cast<size_t>(head) * static_cast<size_t>(s.v_head) * static_cast<size_t>(s.kv_lora);
+            const uint16_t* w = raw(v_up.w) + static_cast<size_t>(head) * static_cast<size_t>(s.v_head) *
+                                                  static_cast<size_t>(s.kv_lora);
             cpu::kernels().dot_bf16(raw(o.from(head * s.v_head)), static_cast<size_t>(o.stride),
-                                    {raw(o_lat.from(head * s.kv_lora)), static_cast<size_t>(o_lat.stride), nullptr}, n_rows, w, s.v_head,
-                                    s.kv_lora);
+                                    {raw(o_lat.from(head * s.kv_lora)), static_cast<size_t>(o_lat.stride), nullptr},
+                                    n_rows, w, s.v_head, s.kv_lora);
         }
     });
 }

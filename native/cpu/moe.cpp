@@ -15,10 +15,12 @@ constexpr int kMatrixRows = 32;
 constexpr int kPairs = 24;
 
 const uint32_t* row_q(const W4& w, int expert, int row) {
-    return raw(w.q) + (static_cast<size_t>(expert) * static_cast<size_t>(w.n) + static_cast<size_t>(row)) * static_cast<size_t>(w.k / 8);
+    return raw(w.q) + (static_cast<size_t>(expert) * static_cast<size_t>(w.n) + static_cast<size_t>(row)) *
+                          static_cast<size_t>(w.k / 8);
 }
 const uint16_t* row_s(const W4& w, int expert, int row) {
-    return raw(w.s) + (static_cast<size_t>(expert) * static_cast<size_t>(w.n) + static_cast<size_t>(row)) * static_cast<size_t>(w.k / 32);
+    return raw(w.s) + (static_cast<size_t>(expert) * static_cast<size_t>(w.n) + static_cast<size_t>(row)) *
+                          static_cast<size_t>(w.k / 32);
 }
 
 // The pairs of each expert, in order of rows, then slots.
@@ -55,37 +57,41 @@ Lists group(const int32_t* expert, int n_rows, int slots, int experts) {
 
 }  // namespace
 
-void route(Dev<int32_t> expert, Dev<float> weight, Rows h, Dev<const float> router, Vec bias, int n_rows, const Shape& s) {
+void route(Dev<int32_t> expert, Dev<float> weight, Rows h, Dev<const float> router, Vec bias, int n_rows,
+           const Shape& s) {
     const int slots = s.experts_per_token;
-    float* const all_scores = cpu::scratch<float>(cpu::Use::rows, static_cast<size_t>(n_rows) * static_cast<size_t>(s.experts));
-    cpu::parallel_for(n_rows, cpu::grain_for(static_cast<double>(s.experts) * (s.hidden + slots)), [&](int begin, int end) {
-        float* const first = all_scores + static_cast<size_t>(begin) * static_cast<size_t>(s.experts);
-        cpu::kernels().dot_f32(first, static_cast<size_t>(s.experts), {raw(h, begin), static_cast<size_t>(h.stride), nullptr}, end - begin,
-                               raw(router), s.experts, s.hidden);
-        for (int r = begin; r < end; r++) {
-            float* score = all_scores + static_cast<size_t>(r) * static_cast<size_t>(s.experts);
-            cpu::kernels().sigmoid(score, score, s.experts);
-            int32_t* chosen = raw(expert) + static_cast<size_t>(r) * static_cast<size_t>(slots);
-            float* to = raw(weight) + static_cast<size_t>(r) * static_cast<size_t>(slots);
-            float total = 0;
-            for (int slot = 0; slot < slots; slot++) {
-                int best = -1;
-                float best_value = 0;
-                for (int e = 0; e < s.experts; e++) {
-                    const float value = score[e] + raw(bias)[e];
-                    if ((best < 0 || value > best_value) && std::find(chosen, chosen + slot, e) == chosen + slot) {
-                        best = e;
-                        best_value = value;
+    float* const all_scores =
+        cpu::scratch<float>(cpu::Use::rows, static_cast<size_t>(n_rows) * static_cast<size_t>(s.experts));
+    cpu::parallel_for(
+        n_rows, cpu::grain_for(static_cast<double>(s.experts) * (s.hidden + slots)), [&](int begin, int end) {
+            float* const first = all_scores + static_cast<size_t>(begin) * static_cast<size_t>(s.experts);
+            cpu::kernels().dot_f32(first, static_cast<size_t>(s.experts),
+                                   {raw(h, begin), static_cast<size_t>(h.stride), nullptr}, end - begin, raw(router),
+                                   s.experts, s.hidden);
+            for (int r = begin; r < end; r++) {
+                float* score = all_scores + static_cast<size_t>(r) * static_cast<size_t>(s.experts);
+                cpu::kernels().sigmoid(score, score, s.experts);
+                int32_t* chosen = raw(expert) + static_cast<size_t>(r) * static_cast<size_t>(slots);
+                float* to = raw(weight) + static_cast<size_t>(r) * static_cast<size_t>(slots);
+                float total = 0;
+                for (int slot = 0; slot < slots; slot++) {
+                    int best = -1;
+                    float best_value = 0;
+                    for (int e = 0; e < s.experts; e++) {
+                        const float value = score[e] + raw(bias)[e];
+                        if ((best < 0 || value > best_value) && std::find(chosen, chosen + slot, e) == chosen + slot) {
+                            best = e;
+                            best_value = value;
+                        }
                     }
+                    chosen[slot] = best;
+                    to[slot] = score[best];
+                    total += score[best];
                 }
-                chosen[slot] = best;
-                to[slot] = score[best];
-                total += score[best];
+                const float divisor = s.norm_topk ? total + 1e-20f : 1.0f;
+                for (int slot = 0; slot < slots; slot++) to[slot] = to[slot] / divisor * s.routed_scale;
             }
-            const float divisor = s.norm_topk ? total + 1e-20f : 1.0f;
-            for (int slot = 0; slot < slots; slot++) to[slot] = to[slot] / divisor * s.routed_scale;
-        }
-    });
+        });
 }
 
 void moe(Rows y, Rows h, Dev<int32_t> expert, Dev<float> weight, const Experts& w, int n_rows, const Shape& s) {
@@ -99,40 +105,46 @@ void moe(Rows y, Rows h, Dev<int32_t> expert, Dev<float> weight, const Experts& 
 
     // acts[pair] = silu(gate h) * up h
     const int up_pieces = (inter + kMatrixRows - 1) / kMatrixRows;
-    cpu::parallel_for(lists.n_active * up_pieces, cpu::grain_for(pairs_per_expert * 2 * kMatrixRows * hidden), [&](int begin, int end) {
-        const cpu::Kernels& kernels = cpu::kernels();
-        alignas(64) float gate[kPairs * kMatrixRows], up[kPairs * kMatrixRows];
-        for (int piece = begin; piece < end; piece++) {
-            const int e = lists.active[piece / up_pieces], i = piece % up_pieces * kMatrixRows;
-            const int n = std::min(kMatrixRows, inter - i);
-            for (int p = lists.begin[e]; p < lists.begin[e + 1]; p += kPairs) {
-                const int some = std::min(kPairs, lists.begin[e + 1] - p);
-                const cpu::RowsIn in{raw(h), static_cast<size_t>(h.stride), lists.row + p};
-                kernels.dot_w4(gate, kMatrixRows, in, some, row_q(w.gate_up, e, i), row_s(w.gate_up, e, i), n, hidden);
-                kernels.dot_w4(up, kMatrixRows, in, some, row_q(w.gate_up, e, inter + i), row_s(w.gate_up, e, inter + i), n, hidden);
-                for (int k = 0; k < some; k++)
-                    kernels.swiglu(acts + static_cast<size_t>(p + k) * wide + i, gate + k * kMatrixRows, up + k * kMatrixRows, n);
-            }
-        }
-    });
+    cpu::parallel_for(lists.n_active * up_pieces, cpu::grain_for(pairs_per_expert * 2 * kMatrixRows * hidden),
+                      [&](int begin, int end) {
+                          const cpu::Kernels& kernels = cpu::kernels();
+                          alignas(64) float gate[kPairs * kMatrixRows], up[kPairs * kMatrixRows];
+                          for (int piece = begin; piece < end; piece++) {
+                              const int e = lists.active[piece / up_pieces], i = piece % up_pieces * kMatrixRows;
+                              const int n = std::min(kMatrixRows, inter - i);
+                              for (int p = lists.begin[e]; p < lists.begin[e + 1]; p += kPairs) {
+                                  const int some = std::min(kPairs, lists.begin[e + 1] - p);
+                                  const cpu::RowsIn in{raw(h), static_cast<size_t>(h.stride), lists.row + p};
+                                  kernels.dot_w4(gate, kMatrixRows, in, some, row_q(w.gate_up, e, i),
+                                                 row_s(w.gate_up, e, i), n, hidden);
+                                  kernels.dot_w4(up, kMatrixRows, in, some, row_q(w.gate_up, e, inter + i),
+                                                 row_s(w.gate_up, e, inter + i), n, hidden);
+                                  for (int k = 0; k < some; k++)
+                                      kernels.swiglu(acts + static_cast<size_t>(p + k) * wide + i,
+                                                     gate + k * kMatrixRows, up + k * kMatrixRows, n);
+                              }
+                          }
+                      });
 
     // outs[pair] = down acts[pair]
     const int down_pieces = (hidden + kMatrixRows - 1) / kMatrixRows;
-    cpu::parallel_for(lists.n_active * down_pieces, cpu::grain_for(pairs_per_expert * kMatrixRows * inter), [&](int begin, int end) {
-        for (int piece = begin; piece < end; piece++) {
-            const int e = lists.active[piece / down_pieces], i = piece % down_pieces * kMatrixRows;
-            const int p = lists.begin[e];
-            cpu::kernels().dot_w4(outs + static_cast<size_t>(p) * static_cast<size_t>(hidden) + i, static_cast<size_t>(hidden),
-                                  {acts + static_cast<size_t>(p) * wide, wide, nullptr}, lists.begin[e + 1] - p, row_q(w.down, e, i),
-                                  row_s(w.down, e, i), std::min(kMatrixRows, hidden - i), inter);
-        }
-    });
+    cpu::parallel_for(
+        lists.n_active * down_pieces, cpu::grain_for(pairs_per_expert * kMatrixRows * inter), [&](int begin, int end) {
+            for (int piece = begin; piece < end; piece++) {
+                const int e = lists.active[piece / down_pieces], i = piece % down_pieces * kMatrixRows;
+                const int p = lists.begin[e];
+                cpu::kernels().dot_w4(
+                    outs + static_cast<size_t>(p) * static_cast<size_t>(hidden) + i, static_cast<size_t>(hidden),
+                    {acts + static_cast<size_t>(p) * wide, wide, nullptr}, lists.begin[e + 1] - p, row_q(w.down, e, i),
+                    row_s(w.down, e, i), std::min(kMatrixRows, hidden - i), inter);
+            }
+        });
 
     cpu::parallel_for(n_rows, cpu::grain_for(static_cast<double>(slots) * hidden), [&](int begin, int end) {
         for (int r = begin; r < end; r++) {
             const size_t first = static_cast<size_t>(r) * static_cast<size_t>(slots);
-            cpu::kernels().add_weighted(raw(y, r), {outs, static_cast<size_t>(hidden), lists.place + first}, raw(weight) + first, slots,
-                                        hidden);
+            cpu::kernels().add_weighted(raw(y, r), {outs, static_cast<size_t>(hidden), lists.place + first},
+                                        raw(weight) + first, slots, hidden);
         }
     });
 }

@@ -70,7 +70,8 @@ void add_norm(Rows h, Dev<float> x, Rows y, Vec w, int n_rows, int width, float 
 
 void keep_tap(Rows tap, Dev<float> x, int n_rows, int width) {
     for (int r = 0; r < n_rows; r++)
-        memcpy(raw(tap, r), raw(x) + static_cast<size_t>(r) * static_cast<size_t>(width), static_cast<size_t>(width) * sizeof(float));
+        memcpy(raw(tap, r), raw(x) + static_cast<size_t>(r) * static_cast<size_t>(width),
+               static_cast<size_t>(width) * sizeof(float));
 }
 
 }  // namespace kd::ops

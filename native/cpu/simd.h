@@ -69,7 +69,8 @@ KD_INLINE float sum(V a) { return _mm512_cvtss_f32(sum4_lanes(a, a, a, a)); }
 // exp's parts: the nearest integer of a, |a| < 200, and 2^i for such an integer, |i| < 126.
 KD_INLINE V nearest(V a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 KD_INLINE V power_of_two(V i) {
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(i.v), _mm512_set1_epi32(127)), 23))};
+    return {
+        _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(i.v), _mm512_set1_epi32(127)), 23))};
 }
 KD_INLINE V zero_where_below(V y, V x, float limit) {
     return {_mm512_mask_mov_ps(y.v, _mm512_cmp_ps_mask(x.v, _mm512_set1_ps(limit), _CMP_LT_OQ), _mm512_setzero_ps())};
@@ -157,12 +158,14 @@ KD_INLINE __m256 power_of_two8(__m256 i) {
 KD_INLINE V power_of_two(V i) { return {power_of_two8(i.a), power_of_two8(i.b)}; }
 KD_INLINE V zero_where_below(V y, V x, float limit) {
     const __m256 l = _mm256_set1_ps(limit);
-    return {_mm256_andnot_ps(_mm256_cmp_ps(x.a, l, _CMP_LT_OQ), y.a), _mm256_andnot_ps(_mm256_cmp_ps(x.b, l, _CMP_LT_OQ), y.b)};
+    return {_mm256_andnot_ps(_mm256_cmp_ps(x.a, l, _CMP_LT_OQ), y.a),
+            _mm256_andnot_ps(_mm256_cmp_ps(x.b, l, _CMP_LT_OQ), y.b)};
 }
 
 KD_INLINE __m256 w4_word(uint32_t word, __m256 scale) {
     const __m256i shift = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
-    const __m256i nibble = _mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32(static_cast<int>(word)), shift), _mm256_set1_epi32(15));
+    const __m256i nibble =
+        _mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32(static_cast<int>(word)), shift), _mm256_set1_epi32(15));
     return _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_sub_epi32(nibble, _mm256_set1_epi32(8))), scale);
 }
 KD_INLINE void w4(V& low, V& high, const uint32_t* q, float scale) {
@@ -248,7 +251,9 @@ KD_INLINE V zero_where_below(V y, V x, float limit) {
     return each([&](int i) { return x.v[i] < limit ? 0.0f : y.v[i]; });
 }
 KD_INLINE void w4(V& low, V& high, const uint32_t* q, float scale) {
-    const auto weight = [&](int e) { return static_cast<float>(static_cast<int>(q[e / 8] >> (4 * (e % 8)) & 15) - 8) * scale; };
+    const auto weight = [&](int e) {
+        return static_cast<float>(static_cast<int>(q[e / 8] >> (4 * (e % 8)) & 15) - 8) * scale;
+    };
     low = each([&](int i) { return weight(i); });
     high = each([&](int i) { return weight(kLanes + i); });
 }

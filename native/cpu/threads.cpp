@@ -58,7 +58,8 @@ Pool::Pool(int workers, int spins, void (*start)(void*), void* start_data) : spi
         wake_.fetch_add(1);
         futex_wake(wake_, INT_MAX);
         for (std::thread& t : threads_) t.join();
-        fail(KD_E_NOMEM, "could not start compute thread %zu of %d (%s): ask for fewer threads or raise the process's limit",
+        fail(KD_E_NOMEM,
+             "could not start compute thread %zu of %d (%s): ask for fewer threads or raise the process's limit",
              threads_.size() + 1, workers, e.what());
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -78,7 +79,8 @@ bool Pool::run_one() {
         void* const body = body_.load(std::memory_order_relaxed);
         const int n = n_.load(std::memory_order_relaxed), grain = grain_.load(std::memory_order_relaxed);
         const int chunk = chunks_.load(std::memory_order_relaxed) - static_cast<int>(static_cast<uint32_t>(state));
-        if (!state_.compare_exchange_weak(state, state - 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+        if (!state_.compare_exchange_weak(state, state - 1, std::memory_order_acq_rel, std::memory_order_acquire))
+            continue;
         const int begin = chunk * grain;
         try {
             run(body, begin, begin + std::min(n - begin, grain));
@@ -137,7 +139,8 @@ void Pool::work() {
             const uint32_t wake = wake_.load(std::memory_order_seq_cst);
             sleepers_.fetch_add(1, std::memory_order_seq_cst);
             // Looked at again after being counted: whoever publishes either sees the sleeper or is seen here.
-            if (static_cast<uint32_t>(state_.load(std::memory_order_seq_cst)) == 0 && !stop_.load(std::memory_order_seq_cst))
+            if (static_cast<uint32_t>(state_.load(std::memory_order_seq_cst)) == 0 &&
+                !stop_.load(std::memory_order_seq_cst))
                 futex_wait(wake_, wake);
             sleepers_.fetch_sub(1, std::memory_order_seq_cst);
             ran = run_one();

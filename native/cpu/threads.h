@@ -63,8 +63,9 @@ void parallel_for(int n, int grain, F&& body) {
         return;
     }
     using Body = std::remove_reference_t<F>;
-    p->run(n, grain, [](void* b, int begin, int end) { (*static_cast<Body*>(b))(begin, end); },
-           const_cast<void*>(static_cast<const void*>(&body)));
+    p->run(
+        n, grain, [](void* b, int begin, int end) { (*static_cast<Body*>(b))(begin, end); },
+        const_cast<void*>(static_cast<const void*>(&body)));
 }
 
 // A grain so that one chunk costs about 10 us, for indices that cost `ops` multiply-adds each.

@@ -119,25 +119,34 @@ inline void exp16(Floats& x) {
     x = above ? reinterpret_cast<Floats>(bits) : Floats{};
 }
 
-// log(sum over the vocabulary of exp(logit)). `most` is the largest logit.
+// log(sum over the vocabulary of exp(logit)). `most` is the largest logit. Lanes and partial sums go by id, not by slice: the
+// same bits for any number of ranks.
 inline double log_sum_exp(const VocabRow& row, float most) {
+    const VocabRow::Slice* slice = row.slice;
+    const VocabRow::Slice* const last = slice + row.slices - 1;
+    const int vocab = last->begin + last->n;
     double sum = 0;
-    for (int i = 0; i < row.slices; i++) {
-        const auto [logits, begin, n] = row.slice[i];
-        Floats part{};
-        int j = 0;
-        for (; j < n; j += 16) {
-            float rest[16];
-            for (int lane = 0; j + 16 > n && lane < 16; lane++) rest[lane] = j + lane < n ? logits[j + lane] : kNever;
-            Floats v;
-            load16(v, j + 16 > n ? rest : logits + j);
-            v -= most;
-            exp16(v);
-            part += v;
-            if (j % 1024 == 1008 || j + 16 >= n) {  // short sums in fp32, the long one in double
-                for (int lane = 0; lane < 16; lane++) sum += static_cast<double>(part[lane]);
-                part = Floats{};
+    Floats part{};
+    for (int id = 0; id < vocab; id += 16) {
+        while (id >= slice->begin + slice->n) slice++;
+        Floats v;
+        if (id + 16 <= slice->begin + slice->n) {
+            load16(v, slice->logits + (id - slice->begin));
+        } else {
+            const VocabRow::Slice* at = slice;
+            float across[16];
+            for (int lane = 0; lane < 16; lane++) {
+                while (at < last && id + lane >= at->begin + at->n) at++;
+                across[lane] = id + lane < vocab ? at->logits[id + lane - at->begin] : kNever;
             }
+            load16(v, across);
+        }
+        v -= most;
+        exp16(v);
+        part += v;
+        if (id % 1024 == 1008 || id + 16 >= vocab) {  // short sums in fp32, the long one in double
+            for (int lane = 0; lane < 16; lane++) sum += static_cast<double>(part[lane]);
+            part = Floats{};
         }
     }
     return static_cast<double>(most) + std::log(sum);

@@ -122,6 +122,7 @@ class Engine {
     void emit(Request& request);
     void end(Request& request, int finish, int status);
     void push(Request& request, int type, int finish, int status, int n_tokens, std::string_view text);
+    void show();
     void retire();
     void end_all(int status);
     void latch(const std::string& sentence);

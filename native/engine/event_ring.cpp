@@ -31,16 +31,20 @@ EventRing::~EventRing() {
 }
 
 void EventRing::push(const kd_event& event, std::string_view text, int place) {
-    const uint64_t at = head_.load(std::memory_order_relaxed);
-    KD_CHECK(at - tail_.load(std::memory_order_acquire) < capacity_ && text.size() <= sizeof Slot::text);
-    Slot& slot = slots_[at % capacity_];
+    KD_CHECK(pushed_ - tail_.load(std::memory_order_acquire) < capacity_ && text.size() <= sizeof Slot::text);
+    Slot& slot = slots_[pushed_ % capacity_];
     slot.event = event;
     slot.place = place;
     memcpy(slot.text, text.data(), text.size());
     slot.event.text = slot.text;
     slot.event.text_length = uint32_t(text.size());
     if (place >= 0) unpolled_[place].fetch_add(1, std::memory_order_relaxed);
-    head_.store(at + 1, std::memory_order_release);
+    pushed_++;
+}
+
+void EventRing::publish() {
+    if (head_.load(std::memory_order_relaxed) == pushed_) return;
+    head_.store(pushed_, std::memory_order_release);
     const uint64_t one = 1;
     while (write(fd_, &one, sizeof one) < 0 && errno == EINTR) {}
 }

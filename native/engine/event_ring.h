@@ -24,8 +24,9 @@ class EventRing {
 
     static constexpr int kTextBytes = KD_MAX_TOKENS_EVENT * KD_MAX_TOKEN_BYTES + KD_MAX_STOP_BYTES + 8;
 
-    // Producer. The event is copied; `text` is at most kTextBytes.
+    // Producer. The event is copied; `text` is at most kTextBytes. The consumer sees it after publish().
     void push(const kd_event& event, std::string_view text, int place);
+    void publish();
     // Events of a place that have been pushed and not polled. [any]
     int unpolled(int place) const { return unpolled_[place].load(std::memory_order_acquire); }
 
@@ -42,7 +43,8 @@ class EventRing {
 
     const uint64_t capacity_;
     Slot* slots_ = nullptr;  // mapped: touched only where used
-    std::atomic<uint64_t> head_{0};  // pushed
+    uint64_t pushed_ = 0;            // producer's
+    std::atomic<uint64_t> head_{0};  // published
     std::atomic<uint64_t> tail_{0};  // given back
     uint64_t given_ = 0;             // handed to the consumer; tail_ follows at its next poll
     std::vector<std::atomic<int>> unpolled_;

@@ -109,7 +109,6 @@ void Engine::install(std::unique_ptr<Resident> resident) {
 }
 
 void Engine::finish_load(int status, const std::string& sentence) {
-    publish_stats();
     {
         std::lock_guard lock(state_mutex_);
         loading_ = false;
@@ -118,13 +117,14 @@ void Engine::finish_load(int status, const std::string& sentence) {
         if (status == KD_OK) progress_->phase = KD_LOAD_DONE;
         load_elapsed_us_ = now_us() - progress_->start_us;
     }
-    state_changed_.notify_all();
     kd_event e{};
     e.size = sizeof e;
     e.type = KD_EVENT_LOAD;
     e.status = status;
     e.weights_generation = weights_generation_;
     ring_.push(e, {}, load_place());
+    show();
+    state_changed_.notify_all();
 }
 
 void Engine::load_wait(uint32_t timeout_ms) {

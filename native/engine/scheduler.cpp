@@ -16,11 +16,11 @@ void Engine::serve() {
         } catch (const std::exception& e) {
             latch(e.what());
         }
-        retire();
-        publish_stats();
+        show();
         if (!worked && !stop_) wait();
     }
     end_all(KD_E_CANCELLED);
+    show();
     resident_.reset();
     std::vector<std::function<void()>> late;
     {
@@ -163,6 +163,7 @@ bool Engine::prefill() {
             resident_->cache->publish(q.tokens.data(), q.prompt, q.pages);
         emit(*r);
     }
+    show();
     return true;
 }
 
@@ -191,6 +192,7 @@ bool Engine::decode() {
         emit(*r);
     }
     counters_.emit_us += now_us() - began;
+    show();
     return true;
 }
 
@@ -293,6 +295,13 @@ uint64_t Engine::next_deadline_us() const {
         next = next ? std::min(next, at) : at;
     }
     return next;
+}
+
+// What happened becomes visible: first the accounts, then the events, so that whoever has read an event finds it counted.
+void Engine::show() {
+    retire();
+    publish_stats();
+    ring_.publish();
 }
 
 // Ended requests give back what they hold.

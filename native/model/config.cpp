@@ -17,8 +17,9 @@ namespace {
 void check_quantization(const Value& object, const std::string& where, const std::string& name) {
     Reader q(object, where, name);
     if (const std::string method = q.string("quant_method"); method != "compressed-tensors")
-        q.wrong("quant_method", "is \"" + printable(method, 64) + "\"; this engine reads compressed-tensors INT4 experts "
-                                "(pack-quantized, groups of 32) only");
+        q.wrong("quant_method", "is \"" + printable(method, 64) +
+                                    "\"; this engine reads compressed-tensors INT4 experts "
+                                    "(pack-quantized, groups of 32) only");
     q.must_be("format", "pack-quantized");
     q.must_be("quantization_status", "compressed");
     for (const char* key : {"kv_cache_scheme", "sparsity_config", "transform_config"}) {
@@ -74,12 +75,15 @@ void sort_ids(std::vector<int32_t>& ids, const std::string& where) {
     std::sort(ids.begin(), ids.end());
     ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
     if (ids.size() > KD_MAX_STOP_IDS)
-        refuse(where, "eos_token_id: " + std::to_string(ids.size()) + " stop ids in config.json and generation_config.json, at "
-                          "most " + std::to_string(KD_MAX_STOP_IDS) + " are allowed");
+        refuse(where, "eos_token_id: " + std::to_string(ids.size()) +
+                          " stop ids in config.json and generation_config.json, at "
+                          "most " +
+                          std::to_string(KD_MAX_STOP_IDS) + " are allowed");
 }
 
 void multiple_of_32(Reader& r, const char* key, int value) {
-    if (value % 32 != 0) r.wrong(key, "is " + std::to_string(value) + ", no multiple of 32, the groups of the INT4 experts");
+    if (value % 32 != 0)
+        r.wrong(key, "is " + std::to_string(value) + ", no multiple of 32, the groups of the INT4 experts");
 }
 
 Config read_text_config(Reader& r) {
@@ -149,7 +153,8 @@ Config parse_config(std::string_view text, const std::string& where) {
         check_architecture(inner, {"DeepseekV3ForCausalLM"}, {"kimi_k2", "deepseek_v3"});
         const Value* nested = inner.find("quantization_config");
         if (nested) check_quantization(*nested, where, "text_config.quantization_config.");
-        if (!nested && !quantization) top.wrong("text_config.quantization_config", "is missing: this engine needs INT4 experts");
+        if (!nested && !quantization)
+            top.wrong("text_config.quantization_config", "is missing: this engine needs INT4 experts");
         c = read_text_config(inner);
         inner.judge_rest();
         top.must_be("tie_word_embeddings", false);
@@ -183,12 +188,15 @@ DraftConfig parse_draft_config(std::string_view text, const std::string& where, 
     DraftConfig c;
     DraftShape& d = c.shape;
     d.hidden = r.integer("hidden_size", 1, kMaxHidden);
-    if (d.hidden != target.shape.hidden)
-        r.wrong("hidden_size", "is " + std::to_string(d.hidden) + ", the target's is " + std::to_string(target.shape.hidden) +
-                                   "; this drafter belongs to another model");
-    if (const int vocab = r.integer("vocab_size", 1, kMaxVocab); vocab != target.shape.vocab)
-        r.wrong("vocab_size", "is " + std::to_string(vocab) + ", the target's is " + std::to_string(target.shape.vocab) +
-                                  "; this drafter belongs to another model");
+    const auto must_match = [&](const char* key, int value, int of_target) {
+        if (value != of_target)
+            r.wrong(key, "is " + std::to_string(value) + ", the target's is " + std::to_string(of_target) +
+                             "; this drafter belongs to another model");
+    };
+    must_match("hidden_size", d.hidden, target.shape.hidden);
+    must_match("vocab_size", r.integer("vocab_size", 1, kMaxVocab), target.shape.vocab);
+    must_match("num_target_layers", r.integer_or("num_target_layers", target.shape.layers, 1, kMaxLayers),
+               target.shape.layers);
     d.layers = r.integer("num_hidden_layers", 1, kMaxLayers);
     d.heads = d.heads_rank = r.integer("num_attention_heads", 1, kMaxHeads);
     d.kv_heads = d.kv_heads_rank = r.integer_or("num_key_value_heads", d.heads, 1, d.heads);
@@ -197,12 +205,11 @@ DraftConfig parse_draft_config(std::string_view text, const std::string& where, 
                                            std::to_string(d.heads) + " heads");
     d.head_dim = r.integer_or("head_dim", d.hidden / d.heads, 2, kMaxHeadDim);
     if (d.head_dim < 2 || d.head_dim > kMaxHeadDim || d.head_dim % 2 != 0)
-        r.wrong("head_dim", "is " + std::to_string(d.head_dim) + "; an even number up to " + std::to_string(kMaxHeadDim) +
-                                " is needed");
+        r.wrong("head_dim", "is " + std::to_string(d.head_dim) + "; an even number up to " +
+                                std::to_string(kMaxHeadDim) + " is needed");
     d.inter = d.inter_rank = r.integer("intermediate_size", 1, kMaxHidden);
     d.rms_eps = static_cast<float>(r.number("rms_norm_eps", 1e-12, 1e-1));
     r.integer_or("max_position_embeddings", 1, 1, kMaxPositions);
-    if (r.find("num_target_layers")) r.must_be("num_target_layers", int64_t{target.shape.layers});
     r.must_be("hidden_act", "silu");
     r.must_be("attention_bias", false);
     r.must_be("mlp_bias", false);
@@ -224,8 +231,9 @@ DraftConfig parse_draft_config(std::string_view text, const std::string& where, 
                 if (window == 0) r.wrong("sliding_window", "is missing or 0, layer_types names a sliding layer");
                 d.window[i] = window;
             } else if (type != "full_attention") {
-                r.wrong("layer_types", "holds " + spelled(types->array[i]) + "; this engine knows full_attention and "
-                                       "sliding_attention");
+                r.wrong("layer_types", "holds " + spelled(types->array[i]) +
+                                           "; this engine knows full_attention and "
+                                           "sliding_attention");
             }
         }
     }
@@ -256,7 +264,8 @@ DraftConfig parse_draft_config(std::string_view text, const std::string& where, 
 
 static int divide(int whole, int tp, const char* what) {
     if (whole % tp != 0)
-        fail(KD_E_MODEL, "tensor parallelism of %d does not divide the model's %d %s: open the engine with a tp that does", tp,
+        fail(KD_E_MODEL,
+             "tensor parallelism of %d does not divide the model's %d %s: open the engine with a tp that does", tp,
              whole, what);
     return whole / tp;
 }
@@ -267,7 +276,8 @@ Shape rank_shape(const Shape& whole, int tp, int rank) {
     s.rank = rank;
     s.heads_rank = divide(whole.heads, tp, "attention heads");
     s.inter_rank = divide(whole.inter, tp, "rows of a dense layer's intermediate_size");
-    s.moe_inter_rank = 32 * divide(whole.moe_inter / 32, tp, "INT4 groups (of 32) of an expert's moe_intermediate_size");
+    s.moe_inter_rank =
+        32 * divide(whole.moe_inter / 32, tp, "INT4 groups (of 32) of an expert's moe_intermediate_size");
     s.shared_inter_rank = divide(whole.shared_inter, tp, "rows of the shared experts");
     const int share = (whole.vocab + tp - 1) / tp;
     s.vocab_begin = std::min(whole.vocab, rank * share);

@@ -17,17 +17,17 @@
 namespace kd::model {
 
 // Largest values accepted. They keep every count of elements of one matrix within int and every row within a read chunk.
-constexpr int kMaxHidden = 65'536;       // hidden, intermediate and low-rank sizes
+constexpr int kMaxHidden = 65'536;  // hidden, intermediate and low-rank sizes
 constexpr int kMaxLayers = 1'024;
 constexpr int kMaxHeads = 1'024;
-constexpr int kMaxHeadDim = 1'024;       // nope, rope, v and drafter heads
+constexpr int kMaxHeadDim = 1'024;  // nope, rope, v and drafter heads
 constexpr int kMaxExperts = 4'096;
 constexpr int kMaxExpertsPerToken = 64;
 constexpr int kMaxSharedExperts = 16;
 constexpr int kMaxVocab = 1 << 20;
 constexpr int kMaxPositions = 1 << 21;
 constexpr int kMaxTaps = 16;
-constexpr int kMaxNextnLayers = 16;      // multi-token-prediction layers: skipped
+constexpr int kMaxNextnLayers = 16;  // multi-token-prediction layers: skipped
 constexpr size_t kMaxConfigBytes = 1 << 20;
 
 // A rope as a config spells it.
@@ -54,7 +54,7 @@ double softmax_mscale(const Rotary& rotary);
 struct Config {
     Shape shape;  // tp = 1: the _rank members are the whole
     Rotary rotary;
-    int nextn_layers = 0;          // their tensors are skipped
+    int nextn_layers = 0;           // their tensors are skipped
     std::vector<int32_t> stop_ids;  // ascending
 };
 

@@ -15,30 +15,89 @@ namespace {
 // Known, and without meaning for what this engine computes: labels, training, generation defaults (a request brings its
 // own), other token ids, bookkeeping. Sorted.
 constexpr std::string_view kHarmless[] = {
-    "_attn_implementation", "_attn_implementation_autoset", "add_cross_attention", "architectures", "attention_dropout",
-    "attn_implementation", "auto_map", "aux_loss_alpha", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
-    "chunk_size_feed_forward", "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty", "do_sample",
-    "dtype", "early_stopping", "encoder_no_repeat_ngram_size", "ep_size", "exponential_decay_length_penalty",
-    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "id2label", "ignore_index", "initializer_range",
-    "is_decoder", "is_encoder_decoder", "label2id", "length_penalty", "max_length", "max_window_layers",
-    "media_placeholder_token_id", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
-    "num_return_sequences", "num_target_layers", "output_attentions", "output_hidden_states", "output_router_logits",
-    "output_scores", "pad_token_id", "prefix", "pretraining_tp", "problem_type", "remove_invalid_values",
-    "repetition_penalty", "return_dict", "return_dict_in_generate", "router_aux_loss_coef", "sep_token_id", "seq_aux",
-    "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class",
-    "top_k", "top_p", "torch_dtype", "torchscript", "transformers_version", "typical_p", "use_bfloat16", "use_cache",
-    "use_unified_vision_chunk", "video_placeholder", "vision_config",
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "add_cross_attention",
+    "architectures",
+    "attention_dropout",
+    "attn_implementation",
+    "auto_map",
+    "aux_loss_alpha",
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "cross_attention_hidden_size",
+    "decoder_start_token_id",
+    "diversity_penalty",
+    "do_sample",
+    "dtype",
+    "early_stopping",
+    "encoder_no_repeat_ngram_size",
+    "ep_size",
+    "exponential_decay_length_penalty",
+    "finetuning_task",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "id2label",
+    "ignore_index",
+    "initializer_range",
+    "is_decoder",
+    "is_encoder_decoder",
+    "label2id",
+    "length_penalty",
+    "max_length",
+    "max_window_layers",
+    "media_placeholder_token_id",
+    "min_length",
+    "no_repeat_ngram_size",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "num_target_layers",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "output_scores",
+    "pad_token_id",
+    "prefix",
+    "pretraining_tp",
+    "problem_type",
+    "remove_invalid_values",
+    "repetition_penalty",
+    "return_dict",
+    "return_dict_in_generate",
+    "router_aux_loss_coef",
+    "sep_token_id",
+    "seq_aux",
+    "suppress_tokens",
+    "task_specific_params",
+    "temperature",
+    "tf_legacy_loss",
+    "tie_encoder_decoder",
+    "tokenizer_class",
+    "top_k",
+    "top_p",
+    "torch_dtype",
+    "torchscript",
+    "transformers_version",
+    "typical_p",
+    "use_bfloat16",
+    "use_cache",
+    "use_unified_vision_chunk",
+    "video_placeholder",
+    "vision_config",
 };
 
 static_assert(std::is_sorted(std::begin(kHarmless), std::end(kHarmless)));
 
 // Parts of names that change the arithmetic.
 constexpr std::string_view kTelling[] = {
-    "act",   "anchor",   "attention", "attn",   "bias",   "block", "cap",      "causal",   "clip",  "codebook", "conv",
-    "decay", "embed",    "expert",    "factor", "gate",   "group", "head",     "hash",     "index", "kda",      "layer",
-    "lora",  "mixer",    "mlp",       "moe",    "mscale", "mult",  "nope",     "norm",     "quant", "rank",     "residual",
-    "rope",  "rotary",   "router",    "routed", "scale",  "scaling", "scoring", "selector", "shared", "sink",   "sliding",
-    "softmax", "sparse", "swiglu",    "topk",   "window",
+    "act",      "anchor", "attention", "attn",    "bias",    "block",  "cap",    "causal", "clip",    "codebook",
+    "conv",     "decay",  "embed",     "expert",  "factor",  "gate",   "group",  "head",   "hash",    "index",
+    "kda",      "layer",  "lora",      "mixer",   "mlp",     "moe",    "mscale", "mult",   "nope",    "norm",
+    "quant",    "rank",   "residual",  "rope",    "rotary",  "router", "routed", "scale",  "scaling", "scoring",
+    "selector", "shared", "sink",      "sliding", "softmax", "sparse", "swiglu", "topk",   "window",
 };
 
 bool telling(std::string_view key) {
@@ -102,7 +161,8 @@ const Value& Reader::need(const char* key) {
 
 int Reader::checked_integer(const char* key, const Value& v, int64_t least, int64_t most) const {
     // transformers writes some integers as 1.0
-    const bool whole = v.kind == Kind::integer || (v.kind == Kind::real && std::fabs(v.real) < 1e15 && std::trunc(v.real) == v.real);
+    const bool whole =
+        v.kind == Kind::integer || (v.kind == Kind::real && std::fabs(v.real) < 1e15 && std::trunc(v.real) == v.real);
     if (!whole) wrong(key, "is " + spelled(v) + ", an integer should stand there");
     const int64_t n = v.kind == Kind::integer ? v.integer : static_cast<int64_t>(v.real);
     if (n < least || n > most)
@@ -187,9 +247,11 @@ const Value& Reader::object(const char* key) {
 void Reader::judge_rest(bool refuse_all) const {
     for (const auto& [key, value] : object_.object) {
         if (read_.contains(key) || off(value)) continue;
-        if (!refuse_all && (std::binary_search(std::begin(kHarmless), std::end(kHarmless), key) || !telling(key))) continue;
-        wrong(printable(key, 64).c_str(), "is " + spelled(value) + "; this engine does not know that key, and it may change "
-                                          "what the model computes");
+        if (!refuse_all && (std::binary_search(std::begin(kHarmless), std::end(kHarmless), key) || !telling(key)))
+            continue;
+        wrong(printable(key, 64).c_str(), "is " + spelled(value) +
+                                              "; this engine does not know that key, and it may change "
+                                              "what the model computes");
     }
 }
 

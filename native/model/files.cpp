@@ -23,8 +23,8 @@ std::string reason(int error) {
 }
 
 [[noreturn]] void cannot(const char* verb, const std::string& path, int error) {
-    fail(KD_E_IO, "%s: cannot %s as user %u: %s; check the path and its permissions", printable(path, 300).c_str(), verb,
-         static_cast<unsigned>(geteuid()), reason(error).c_str());
+    fail(KD_E_IO, "%s: cannot %s as user %u: %s; check the path and its permissions", printable(path, 300).c_str(),
+         verb, static_cast<unsigned>(geteuid()), reason(error).c_str());
 }
 
 // The target if `name` is a link as Hugging Face's cache makes them, else empty.
@@ -87,11 +87,13 @@ std::unique_ptr<File> Folder::open(const std::string& name) const {
     if (fd < 0 && errno == ELOOP) {
         const std::string blob = cache_blob(fd_, name.c_str());
         if (blob.empty())
-            refuse(path, "is a symbolic link that leads elsewhere; kd follows only those of Hugging Face's own cache, put "
-                         "the file itself there");
+            refuse(path,
+                   "is a symbolic link that leads elsewhere; kd follows only those of Hugging Face's own cache, put "
+                   "the file itself there");
         fd = openat(fd_, blob.c_str(), kFlags);
     }
-    if (fd < 0 && errno == ENOENT) refuse(path, "there is no such file; the model folder is incomplete, fetch it again");
+    if (fd < 0 && errno == ENOENT)
+        refuse(path, "there is no such file; the model folder is incomplete, fetch it again");
     if (fd < 0) cannot("open the file", path, errno);
     struct stat st;
     if (fstat(fd, &st) != 0) {
@@ -119,8 +121,10 @@ std::string Folder::read_text(const std::string& name, size_t max_bytes) const {
 
 static safetensors::Header read_header(const File& file) {
     uint8_t prefix[safetensors::kPrefixBytes];
-    if (file.bytes < sizeof prefix) refuse(file.path, "has " + std::to_string(file.bytes) + " bytes; it is truncated, fetch "
-                                                                                           "it again");
+    if (file.bytes < sizeof prefix)
+        refuse(file.path, "has " + std::to_string(file.bytes) +
+                              " bytes; it is truncated, fetch "
+                              "it again");
     file.read(prefix, sizeof prefix, 0, "its header");
     std::string bytes(static_cast<size_t>(safetensors::header_bytes(prefix, file.bytes, file.path)), '\0');
     file.read(bytes.data(), bytes.size(), 0, "its header");
@@ -132,10 +136,12 @@ Checkpoint open_checkpoint(const Folder& folder, const std::function<void()>& pa
     const bool has_index = folder.has(kIndexName);
     safetensors::Index index;
     if (has_index) {
-        index = safetensors::parse_index(folder.read_text(kIndexName, safetensors::kMaxIndexBytes), folder.path_of(kIndexName));
+        index = safetensors::parse_index(folder.read_text(kIndexName, safetensors::kMaxIndexBytes),
+                                         folder.path_of(kIndexName));
         const bool named = std::find(index.files.begin(), index.files.end(), kSingleName) != index.files.end();
         if (!named && folder.has(kSingleName))
-            refuse(folder.path(), std::string("holds ") + kSingleName + " and an index that does not name it; remove the one "
+            refuse(folder.path(), std::string("holds ") + kSingleName +
+                                      " and an index that does not name it; remove the one "
                                       "that is not meant");
     } else {
         index.files = {kSingleName};
@@ -151,19 +157,22 @@ Checkpoint open_checkpoint(const Folder& folder, const std::function<void()>& pa
             if (has_index) {
                 const auto entry = index.file_of.find(t.name);
                 if (entry == index.file_of.end())
-                    refuse(c.files[i]->path, "holds tensor '" + printable(t.name, 200) + "', which the index does not name; "
-                                             "index and files do not belong together");
+                    refuse(c.files[i]->path, "holds tensor '" + printable(t.name, 200) +
+                                                 "', which the index does not name; "
+                                                 "index and files do not belong together");
                 if (entry->second != i)
-                    refuse(c.files[i]->path, "holds tensor '" + printable(t.name, 200) + "', which the index says is in " +
-                                                 index.files[entry->second] + "; index and files do not belong together");
+                    refuse(c.files[i]->path, "holds tensor '" + printable(t.name, 200) +
+                                                 "', which the index says is in " + index.files[entry->second] +
+                                                 "; index and files do not belong together");
             }
             c.tensors.emplace(t.name, Checkpoint::Found{i, &t});
         }
     }
     for (const auto& [name, file] : index.file_of)
         if (!c.tensors.contains(name))
-            refuse(c.files[file]->path, "does not hold tensor '" + printable(name, 200) + "', which the index says is there; "
-                                        "the model folder is damaged, fetch it again");
+            refuse(c.files[file]->path, "does not hold tensor '" + printable(name, 200) +
+                                            "', which the index says is there; "
+                                            "the model folder is damaged, fetch it again");
     return c;
 }
 

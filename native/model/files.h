@@ -35,7 +35,7 @@ class File {
 
 class Folder {
   public:
-    explicit Folder(const std::string& path);             // KD_E_IO
+    explicit Folder(const std::string& path);               // KD_E_IO
     Folder(const Folder& parent, const std::string& name);  // KD_E_MODEL if it is a link or no folder
     ~Folder();
     Folder(const Folder&) = delete;

@@ -185,12 +185,13 @@ class Filler {
             }
             if (!bound) device::bind(device::context(loaded_.group(), rank));
             bound = true;
-            device::upload(loaded_.arena(rank) + part.at + (begin - part.begin) * to_row_bytes, from, count * to_row_bytes);
+            device::upload(loaded_.arena(rank) + part.at + (begin - part.begin) * to_row_bytes, from,
+                           count * to_row_bytes);
         }
     }
 
-    static void gather(uint8_t* to, const uint8_t* from, uint64_t rows, uint64_t cols, uint64_t stride, uint64_t element,
-                       bool widen) {
+    static void gather(uint8_t* to, const uint8_t* from, uint64_t rows, uint64_t cols, uint64_t stride,
+                       uint64_t element, bool widen) {
         for (uint64_t i = 0; i < rows; ++i) {
             const uint8_t* line = from + i * stride * element;
             if (!widen) {
@@ -215,8 +216,8 @@ class Filler {
 };
 
 // Both tables of every rank, computed in double. `buffer` is a scratch of at least one row.
-void fill_rope(Loaded& loaded, Progress& progress, const RopeSlabs& slabs, const Rotary& rotary, int dim, int max_positions,
-               std::vector<uint8_t>& buffer) {
+void fill_rope(Loaded& loaded, Progress& progress, const RopeSlabs& slabs, const Rotary& rotary, int dim,
+               int max_positions, std::vector<uint8_t>& buffer) {
     const std::vector<double> frequencies = rope_frequencies(rotary, dim);
     const double amplitude = rope_amplitude(rotary);
     const size_t pairs = frequencies.size(), row_bytes = pairs * sizeof(float);
@@ -235,7 +236,8 @@ void fill_rope(Loaded& loaded, Progress& progress, const RopeSlabs& slabs, const
             for (size_t r = 0; r < loaded.ranks.size(); ++r) {
                 const int rank = static_cast<int>(r);
                 device::bind(device::context(loaded.group(), rank));
-                device::upload(loaded.arena(rank) + (sine ? slabs.sin : slabs.cos).row(row), buffer.data(), n * row_bytes);
+                device::upload(loaded.arena(rank) + (sine ? slabs.sin : slabs.cos).row(row), buffer.data(),
+                               n * row_bytes);
             }
         }
     }
@@ -250,7 +252,8 @@ struct DraftSource {
 
 std::unique_ptr<DraftSource> open_draft(const Folder& folder, const DraftChoice& choice, const Config& target,
                                         const std::function<void()>& pause) {
-    if (choice.mode == DraftChoice::kNone || (choice.mode == DraftChoice::kAuto && !folder.has(kDraftName))) return nullptr;
+    if (choice.mode == DraftChoice::kNone || (choice.mode == DraftChoice::kAuto && !folder.has(kDraftName)))
+        return nullptr;
     auto draft = std::make_unique<DraftSource>();
     draft->folder = choice.mode == DraftChoice::kPath ? std::make_unique<Folder>(choice.path)
                                                       : std::make_unique<Folder>(folder, kDraftName);
@@ -270,7 +273,6 @@ std::unique_ptr<Loaded> load_folder(const std::string& path, const DraftChoice& 
     if (folder.has(kGenerationName))
         add_stop_ids(config, folder.read_text(kGenerationName, kMaxConfigBytes), folder.path_of(kGenerationName));
     Checkpoint files = open_checkpoint(folder, check);
-    const auto draft = open_draft(folder, choice, config, check);
 
     // The layout, once for all ranks, and what has to be read.
     auto loaded = std::make_unique<Loaded>(group);
@@ -280,16 +282,19 @@ std::unique_ptr<Loaded> load_folder(const std::string& path, const DraftChoice& 
     Model sketch;
     const std::string prefix = target_prefix(files);
     Collector collector(files, folder.path(), prefix);
-    const RopeSlabs rope = lay_out_target(sketch, info.expert_bytes, layout, &collector, rank_shape(config.shape, tp, 0));
+    const RopeSlabs rope =
+        lay_out_target(sketch, info.expert_bytes, layout, &collector, rank_shape(config.shape, tp, 0));
     const Plan plan = collector.finish([&](std::string_view name) { return is_skipped(name, prefix, config); });
     info.parameters = plan.parameters;
+    const auto draft = open_draft(folder, choice, config, check);
     Plan draft_plan;
     RopeSlabs draft_rope;
     if (draft) {
         Collector draft_collector(draft->files, draft->folder->path(), draft_prefix(draft->files));
         draft_rope = lay_out_draft(sketch, layout, &draft_collector, rank_shape(draft->config.shape, tp),
                                    config.shape.max_positions);
-        draft_plan = draft_collector.finish([](std::string_view name) { return name.ends_with(".rotary_emb.inv_freq"); });
+        draft_plan =
+            draft_collector.finish([](std::string_view name) { return name.ends_with(".rotary_emb.inv_freq"); });
         info.draft_parameters = draft_plan.parameters;
     }
     info.expert_bytes *= static_cast<uint64_t>(tp);
@@ -322,9 +327,9 @@ std::unique_ptr<Loaded> load_folder(const std::string& path, const DraftChoice& 
     progress.phase = KD_LOAD_PREPARE;
     const int positions = config.shape.max_positions;
     fill_rope(*loaded, progress, rope, config.rotary, config.shape.rope, positions, share);
-    if (draft) fill_rope(*loaded, progress, draft_rope, draft->config.rotary, draft->config.shape.head_dim, positions, share);
+    if (draft)
+        fill_rope(*loaded, progress, draft_rope, draft->config.rotary, draft->config.shape.head_dim, positions, share);
     check();
-    progress.phase = KD_LOAD_DONE;
     return loaded;
 }
 

@@ -29,11 +29,12 @@ constexpr size_t kTensorBytes = 1024;
 constexpr int kRopeMargin = KD_MAX_DEPTH;
 
 // Where a load stands. The loading thread writes phase, bytes and start; any thread may read them and call cancel().
+// load() ends in phase KD_LOAD_PREPARE: what comes after the weights, and KD_LOAD_DONE, is the caller's.
 struct Progress {
     std::atomic<int> phase{KD_LOAD_OPEN};
-    std::atomic<uint64_t> bytes_done{0};   // tensor bytes read
-    std::atomic<uint64_t> bytes_total{0};  // 0 until all headers are read
-    std::atomic<uint64_t> start_us{0};     // CLOCK_MONOTONIC when load() was entered; 0 before
+    std::atomic<uint64_t> bytes_done{0};        // tensor bytes read
+    std::atomic<uint64_t> bytes_total{0};       // 0 until all headers are read
+    std::atomic<uint64_t> start_us{0};          // CLOCK_MONOTONIC when load() was entered; 0 before
     std::atomic<uint64_t> stop_at{UINT64_MAX};  // the load is given up once bytes_done has reached this
 
     void cancel() { stop_at = 0; }
@@ -42,8 +43,8 @@ struct Progress {
 
 struct DraftChoice {
     enum Mode { kAuto = 0, kNone = 1, kPath = 2 };  // the values of kd_load_options.draft
-    Mode mode = kAuto;  // kAuto: <path>/draft if there is such a folder
-    std::string path;   // with kPath
+    Mode mode = kAuto;                              // kAuto: <path>/draft if there is such a folder
+    std::string path;                               // with kPath
 };
 
 struct Info {
@@ -51,7 +52,8 @@ struct Info {
     uint64_t draft_parameters = 0;  // 0: no drafter
     uint64_t weight_bytes = 0;      // resident on all ranks, rope tables included
     uint64_t expert_bytes = 0;      // of these the INT4 experts: packed words and scales
-    uint64_t content_hash = 0;      // of config.json and the tensors (name, type, shape, bytes); not of how they are sharded
+    uint64_t content_hash =
+        0;  // of config.json and the tensors (name, type, shape, bytes); not of how they are sharded
     std::vector<int32_t> stop_ids;  // config.json and generation_config.json together, ascending; <= KD_MAX_STOP_IDS
 };
 

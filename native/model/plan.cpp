@@ -22,7 +22,8 @@ Layout::Slab Layout::slab(uint64_t rows, uint64_t cols, uint64_t element_bytes) 
     Slab s{bytes_, 0};
     uint64_t bytes = 0;
     const bool over = __builtin_mul_overflow(cols, element_bytes, &s.row_bytes) ||
-                      __builtin_mul_overflow(s.row_bytes, rows, &bytes) || __builtin_add_overflow(bytes, kAlign - 1, &bytes) ||
+                      __builtin_mul_overflow(s.row_bytes, rows, &bytes) ||
+                      __builtin_add_overflow(bytes, kAlign - 1, &bytes) ||
                       __builtin_add_overflow(bytes_, bytes & ~(kAlign - 1), &bytes_);
     if (over) fail(KD_E_NOMEM, "the model's weights would take more than 2^64 bytes");
     return s;
@@ -33,7 +34,8 @@ Layout::Slab Layout::slab(uint64_t rows, uint64_t cols, uint64_t element_bytes) 
 const Checkpoint::Found& Collector::find(const std::string& name) {
     const auto entry = files_.tensors.find(name);
     if (entry == files_.tensors.end())
-        refuse(where_, "tensor '" + name + "' is missing; the model folder is incomplete or its config.json belongs to "
+        refuse(where_, "tensor '" + name +
+                           "' is missing; the model folder is incomplete or its config.json belongs to "
                            "another model");
     KD_CHECK(!entry->second.used);
     entry->second.used = true;
@@ -77,7 +79,8 @@ void Collector::shape(const std::string& name, uint64_t out, uint64_t in) {
     const Checkpoint::Found& found = find(name);
     const safetensors::Tensor& t = *found.tensor;
     if ((t.type != Type::i32 && t.type != Type::i64) || t.rank != 1 || t.shape[0] != 2)
-        wrong(found, std::string("is ") + safetensors::type_name(t.type) + " " + t.shape_text() + ", it should be I32 [2]");
+        wrong(found,
+              std::string("is ") + safetensors::type_name(t.type) + " " + t.shape_text() + ", it should be I32 [2]");
     plan_.places.push_back({&found, Stored::shape, Split::whole, 1, 2, 0, 0, out, in});
     plan_.read_bytes += t.end - t.begin;
 }
@@ -133,7 +136,8 @@ void lay_out_mlp(Mat& gate_up, Mat& down, Layout& l, Collector* c, const std::st
     c->matrix(name + "down_proj.weight", Stored::bf16, u(hidden), u(inter), Split::cols, d.row(0));
 }
 
-void lay_out_experts(Experts& e, uint64_t& expert_bytes, Layout& l, Collector* c, const std::string& name, const Shape& s) {
+void lay_out_experts(Experts& e, uint64_t& expert_bytes, Layout& l, Collector* c, const std::string& name,
+                     const Shape& s) {
     const uint64_t count = u(s.experts), hidden = u(s.hidden), inter = u(s.moe_inter), inter_rank = u(s.moe_inter_rank);
     const uint64_t before = l.bytes();
     const auto gu_q = l.slab(count * 2 * inter_rank, hidden / 8, 4);
@@ -211,7 +215,8 @@ RopeSlabs lay_out_target(Model& m, uint64_t& expert_bytes, Layout& l, Collector*
     m.lm_head = l.mat(lm_head, s.vocab_rank, s.hidden);
     m.norm = lay_out_norm(l, c, prefix + "model.norm.weight", s.hidden);
     if (c) {
-        c->matrix(prefix + "model.embed_tokens.weight", Stored::bf16, u(s.vocab), u(s.hidden), Split::vocab, embed.row(0));
+        c->matrix(prefix + "model.embed_tokens.weight", Stored::bf16, u(s.vocab), u(s.hidden), Split::vocab,
+                  embed.row(0));
         c->matrix(prefix + "lm_head.weight", Stored::bf16, u(s.vocab), u(s.hidden), Split::vocab, lm_head.row(0));
     }
 
@@ -229,12 +234,12 @@ RopeSlabs lay_out_target(Model& m, uint64_t& expert_bytes, Layout& l, Collector*
         }
         const auto router = l.slab(u(s.experts), u(s.hidden), 4);
         layer.router = l.dev<float>(router);
-        if (c) c->matrix(name + "mlp.gate.weight", Stored::fp32, u(s.experts), u(s.hidden), Split::whole, router.row(0));
+        if (c)
+            c->matrix(name + "mlp.gate.weight", Stored::fp32, u(s.experts), u(s.hidden), Split::whole, router.row(0));
         layer.router_bias = lay_out_norm(l, c, name + "mlp.gate.e_score_correction_bias", s.experts);
         lay_out_experts(layer.routed, expert_bytes, l, c, name + "mlp.", s);
-        if (s.shared_inter != 0)
-            lay_out_mlp(layer.shared_gate_up, layer.shared_down, l, c, name + "mlp.shared_experts.", s.hidden,
-                        s.shared_inter, s.shared_inter_rank);
+        lay_out_mlp(layer.shared_gate_up, layer.shared_down, l, c, name + "mlp.shared_experts.", s.hidden,
+                    s.shared_inter, s.shared_inter_rank);
     }
     return lay_out_rope(m.rope, l, s.max_positions, s.rope);
 }

@@ -34,9 +34,9 @@ struct Place {
     const Checkpoint::Found* found = nullptr;
     Stored stored = Stored::bf16;
     Split split = Split::whole;
-    uint64_t rows = 1, cols = 0;       // stored elements; a vector is one row
-    uint64_t at = 0;                   // byte offset of the share's first row in a rank's memory
-    uint64_t at_v = 0;                 // kv_b: of v_up
+    uint64_t rows = 1, cols = 0;         // stored elements; a vector is one row
+    uint64_t at = 0;                     // byte offset of the share's first row in a rank's memory
+    uint64_t at_v = 0;                   // kv_b: of v_up
     uint64_t want_out = 0, want_in = 0;  // shape: what must stand there
 };
 
@@ -104,7 +104,8 @@ class Collector {
 
 // Lay out one rank's target (and drafter), filling `model`. With a collector, also collect its tensors.
 // `expert_bytes` grows by what the INT4 experts take.
-RopeSlabs lay_out_target(Model& model, uint64_t& expert_bytes, Layout& layout, Collector* collector, const Shape& shape);
+RopeSlabs lay_out_target(Model& model, uint64_t& expert_bytes, Layout& layout, Collector* collector,
+                         const Shape& shape);
 RopeSlabs lay_out_draft(Model& model, Layout& layout, Collector* collector, const DraftShape& shape, int max_positions);
 
 // The tensors of the target's folder that a text model does not need: vision, multi-token prediction, stored rope tables.

@@ -18,10 +18,10 @@ struct TypeRow {
     uint64_t bytes;
 };
 constexpr TypeRow kTypes[] = {
-    {"BOOL", Type::boolean, 1}, {"U8", Type::u8, 1},   {"I8", Type::i8, 1},     {"F8_E4M3", Type::f8_e4m3, 1},
-    {"F8_E5M2", Type::f8_e5m2, 1}, {"I16", Type::i16, 2}, {"U16", Type::u16, 2},   {"F16", Type::f16, 2},
-    {"BF16", Type::bf16, 2},    {"I32", Type::i32, 4}, {"U32", Type::u32, 4},   {"F32", Type::f32, 4},
-    {"I64", Type::i64, 8},      {"U64", Type::u64, 8}, {"F64", Type::f64, 8},
+    {"BOOL", Type::boolean, 1},    {"U8", Type::u8, 1},   {"I8", Type::i8, 1},   {"F8_E4M3", Type::f8_e4m3, 1},
+    {"F8_E5M2", Type::f8_e5m2, 1}, {"I16", Type::i16, 2}, {"U16", Type::u16, 2}, {"F16", Type::f16, 2},
+    {"BF16", Type::bf16, 2},       {"I32", Type::i32, 4}, {"U32", Type::u32, 4}, {"F32", Type::f32, 4},
+    {"I64", Type::i64, 8},         {"U64", Type::u64, 8}, {"F64", Type::f64, 8},
 };
 
 const TypeRow& row(Type type) {
@@ -81,7 +81,8 @@ Tensor read_tensor(json::Cursor& in, const std::string& name, const std::string&
             if (n != 2) bad(where, name, "has fewer than two data_offsets");
             has_offsets = true;
         } else {
-            in.error(in.offset(), "tensor '" + name.substr(0, 200) + "' has the unknown key '" + key.substr(0, 64) + "'");
+            in.error(in.offset(),
+                     "tensor '" + name.substr(0, 200) + "' has the unknown key '" + key.substr(0, 64) + "'");
         }
     });
     if (!has_type) bad(where, name, "has no dtype");
@@ -122,8 +123,7 @@ Header parse(std::string_view bytes, uint64_t file_bytes, const std::string& whe
     Header h;
     h.data_begin = bytes.size();
     const std::string_view text = bytes.substr(kPrefixBytes);
-    if (text[0] != '{')
-        refuse(where, "its header does not start with '{'; this is no safetensors file");
+    if (text[0] != '{') refuse(where, "its header does not start with '{'; this is no safetensors file");
 
     json::Cursor in(text, where + " (header)");
     in.object([&](const std::string& name) {
@@ -154,7 +154,8 @@ Header parse(std::string_view bytes, uint64_t file_bytes, const std::string& whe
         t.end += h.data_begin;
     }
     if (next != data_bytes)
-        refuse(where, std::to_string(data_bytes - next) + " bytes follow the last tensor; the file is damaged, fetch it "
+        refuse(where, std::to_string(data_bytes - next) +
+                          " bytes follow the last tensor; the file is damaged, fetch it "
                           "again");
     return h;
 }
@@ -162,8 +163,7 @@ Header parse(std::string_view bytes, uint64_t file_bytes, const std::string& whe
 static bool plain_name(const std::string& file) {
     static constexpr std::string_view kSuffix = ".safetensors";
     return file.size() > kSuffix.size() && file.size() <= 255 && file.ends_with(kSuffix) && file[0] != '.' &&
-           file.find('/') == std::string::npos && file.find('\\') == std::string::npos &&
-           !has_control(file);
+           file.find('/') == std::string::npos && file.find('\\') == std::string::npos && !has_control(file);
 }
 
 Index parse_index(std::string_view text, const std::string& where) {
@@ -178,7 +178,8 @@ Index parse_index(std::string_view text, const std::string& where) {
             std::string file = in.string();
             if (!plain_name(file))
                 refuse(where, "tensor '" + model::printable(name, 200) + "' is said to be in '" +
-                                  model::printable(file, 100) + "'; only plain names of .safetensors files in the same "
+                                  model::printable(file, 100) +
+                                  "'; only plain names of .safetensors files in the same "
                                   "folder are allowed");
             if (entries.size() == kMaxTensors)
                 refuse(where, "more than " + std::to_string(kMaxTensors) + " tensors in one index");
@@ -189,8 +190,7 @@ Index parse_index(std::string_view text, const std::string& where) {
         });
     });
     in.end();
-    if (!has_map || entries.empty())
-        refuse(where, "no weight_map in it, or an empty one; fetch the file again");
+    if (!has_map || entries.empty()) refuse(where, "no weight_map in it, or an empty one; fetch the file again");
 
     Index index;
     for (auto& [file, number] : files) {

@@ -51,8 +51,8 @@ Header parse(std::string_view bytes, uint64_t file_bytes, const std::string& whe
 
 // model.safetensors.index.json: tensor name -> file name. File names are plain names ending in ".safetensors": no folder.
 struct Index {
-    std::vector<std::string> files;                      // distinct, ascending
-    std::unordered_map<std::string, size_t> file_of;     // index into files
+    std::vector<std::string> files;                   // distinct, ascending
+    std::unordered_map<std::string, size_t> file_of;  // index into files
 };
 Index parse_index(std::string_view text, const std::string& where);
 

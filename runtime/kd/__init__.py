@@ -1,0 +1,48 @@
+"""kd: a native inference engine for Kimi-K2-family models.
+
+    with kd.Engine("models/nano") as engine:
+        print(engine.generate("def fib(n):", max_tokens=64).text)
+
+`kd.Engine` loads the library into this process, `kd.Client` talks to a daemon, `kd.Tokenizer` needs neither. Each is
+imported when it is first asked for: `import kd.client` never loads the library, numpy or tiktoken.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from kd.client import Client
+    from kd.engine import Completion, Engine, Event, ModelInfo, Sampling
+    from kd.native import KdError, NativeError
+    from kd.tokenizer import Tokenizer
+
+_WHERE = {
+    "Client": "kd.client",
+    "Completion": "kd.engine",
+    "Engine": "kd.engine",
+    "Event": "kd.engine",
+    "KdError": "kd.native",
+    "ModelInfo": "kd.engine",
+    "NativeError": "kd.native",
+    "Sampling": "kd.engine",
+    "Tokenizer": "kd.tokenizer",
+}
+
+__all__ = ["Client", "Completion", "Engine", "Event", "KdError", "ModelInfo", "NativeError", "Sampling", "Tokenizer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'kd' has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(_WHERE[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,55 @@
+"""The daemon's log: one record a line on a file descriptor, as JSON or text. Never holds prompts or completions.
+
+A log that cannot be written (disk full, closed pipe) is counted and otherwise ignored: it must not stop the daemon.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from typing import Any
+
+LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+
+
+class Log:
+    """[any thread] `log.info("request accepted", request="ab12", prompt_tokens=9)`."""
+
+    def __init__(self, fd: int = 2, level: str = "info", form: str = "json"):
+        self._fd, self._level, self._json = fd, LEVELS[level], form == "json"
+        self._lock = threading.Lock()
+        self.dropped = 0  # records that could not be written
+
+    def write(self, level: str, message: str, **fields: Any) -> None:
+        if LEVELS[level] < self._level:
+            return
+        fields = {key: value for key, value in fields.items() if value is not None}
+        now = time.time()
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
+        if self._json:
+            record = {"time": stamp, "level": level, "message": message, **fields}
+            line = json.dumps(record, ensure_ascii=False, default=str)
+        else:
+            line = f"{stamp} {level:7} {message}" + "".join(f" {k}={v}" for k, v in fields.items())
+        data = (line.replace("\n", " ") + "\n").encode("utf-8", "backslashreplace")
+        with self._lock:
+            try:
+                written = os.write(self._fd, data)
+            except OSError:
+                written = -1
+            if written != len(data):
+                self.dropped += 1
+
+    def debug(self, message: str, **fields: Any) -> None:
+        self.write("debug", message, **fields)
+
+    def info(self, message: str, **fields: Any) -> None:
+        self.write("info", message, **fields)
+
+    def warning(self, message: str, **fields: Any) -> None:
+        self.write("warning", message, **fields)
+
+    def error(self, message: str, **fields: Any) -> None:
+        self.write("error", message, **fields)

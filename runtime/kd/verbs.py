@@ -1,0 +1,155 @@
+"""The verbs both sockets answer: HELLO, PING, STATUS, TOKENIZE, DETOKENIZE, BUILDERS."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from kd import protocol
+from kd.protocol import ProtocolError
+
+if TYPE_CHECKING:
+    from kd.server import Daemon
+
+Reply = tuple[str, dict[str, Any]]
+
+
+def wire_error(error: Exception) -> ProtocolError:
+    """Whatever was raised, as an error of the protocol. KdError carries its kd_status."""
+    if isinstance(error, ProtocolError):
+        return error
+    code = getattr(error, "code", None)
+    if isinstance(code, int):
+        name = protocol.error_of_status(code)
+        extra = {"retry_ms": 1000} if name == "BUSY" else {}
+        return ProtocolError(name, getattr(error, "message", str(error)), **extra)
+    return ProtocolError("INTERNAL", f"{type(error).__name__}: {error}")
+
+
+def plain(value: Any) -> Any:
+    """A dataclass or namespace of the engine as a map the wire carries; numbers beyond 2^53 as hex strings."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    elif hasattr(value, "__dict__"):
+        value = vars(value)
+    out = {}
+    for key, item in value.items():
+        if isinstance(item, tuple | list):
+            item = list(item)
+        elif isinstance(item, int) and not -protocol.MAX_INT <= item <= protocol.MAX_INT:
+            item = f"{item:016x}"
+        out[key] = item
+    if isinstance(out.get("content_hash"), int):
+        out["content_hash"] = f"{out['content_hash']:016x}"
+    return out
+
+
+def model_of(daemon: Daemon) -> dict[str, Any] | None:
+    engine = daemon.engine
+    if engine is None or daemon.model_path is None:
+        return None
+    try:
+        info = plain(engine.info)
+    except Exception:
+        return None  # unloaded in between
+    return {"path": daemon.model_path, "name": os.path.basename(daemon.model_path.rstrip("/")),
+            "tokenizer": engine.tokenizer is not None, "chat": engine.chat is not None, **info}
+
+
+def hello(daemon: Daemon, socket: str) -> Reply:
+    server = daemon.config.server
+    limits = {"body_bytes": daemon.body_limit(socket), "header_bytes": protocol.MAX_HEADER_BYTES,
+              "credit": protocol.MAX_CREDIT, "requests": server.max_requests_client,
+              "lease_ms": server.client_timeout_ms, "stop_strings": protocol.MAX_STOP_STRINGS,
+              "slow_reader_ms": daemon.config.engine.slow_reader_timeout_ms or 30_000}
+    return "WELCOME", {"version_min": protocol.VERSION_MIN, "version_max": protocol.VERSION_MAX,
+                       "daemon": daemon.version, "boot": daemon.boot, "abi": daemon.abi, "pid": os.getpid(),
+                       "instance": server.instance, "socket": socket, "state": daemon.state.name, "limits": limits,
+                       "model": model_of(daemon)}
+
+
+def ping(daemon: Daemon) -> Reply:
+    stats = daemon.watch.stats
+    return "PONG", {"turns": stats.get("turns", 0), "turn_age_us": daemon.watch.age_us, "state": daemon.state.name,
+                    "live": daemon.live, "ready": daemon.ready, "streams": stats.get("streams", 0),
+                    "waiting": stats.get("waiting", 0)}
+
+
+def status(daemon: Daemon) -> Reply:
+    state = daemon.state
+    about = {"version": daemon.version, "abi": daemon.abi, "protocol": protocol.VERSION_MAX, "pid": os.getpid(),
+             "instance": daemon.config.server.instance, "uptime_ms": int((time.monotonic() - daemon.started_at) * 1000),
+             "open_requests": daemon.hub.active, "clients": len(daemon.hub.clients), "log_dropped": daemon.log.dropped,
+             "device": daemon.config.engine.device, "library": daemon.library, **daemon.endpoints}
+    return "STATUS", {"state": state.name, "live": daemon.live, "ready": daemon.ready, "started": state.started,
+                      "reason": state.reason or None, "daemon": about, "model": model_of(daemon),
+                      "load": daemon.loader.progress(), "stats": daemon.fresh_stats(), "timings": state.timings()}
+
+
+def tokenizer_of(daemon: Daemon, chat: bool) -> Any:
+    engine = daemon.engine
+    if engine is None or daemon.model_path is None:
+        raise ProtocolError("NOT_READY", "no model is loaded", retry_ms=1000)
+    tool = engine.chat if chat else engine.tokenizer
+    if tool is None:
+        what = "chat template" if chat else "tiktoken.model"
+        raise ProtocolError("NO_TOKENIZER", f"the model folder has no {what}: send token ids")
+    return tool
+
+
+def encode(daemon: Daemon, text: str | None, messages: list[dict] | None, thinking: bool | None) -> list[int]:
+    """Token ids of a prompt or of a chat. Slow for long texts: never on the serve thread."""
+    tool = tokenizer_of(daemon, messages is not None)
+    try:
+        if messages is not None:
+            return list(tool.render(messages, thinking=thinking))
+        return list(tool.encode(text))
+    except Exception as error:
+        if hasattr(error, "code"):
+            raise
+        raise ProtocolError("BAD_FIELD", f"the text could not be encoded: {error}") from error
+
+
+def tokenize(daemon: Daemon, body: dict[str, Any]) -> Reply:
+    return "TOKENS", {"tokens": protocol.pack_ids(encode(daemon, body["text"], body["messages"], body["thinking"]))}
+
+
+def detokenize(daemon: Daemon, body: dict[str, Any]) -> Reply:
+    tool = tokenizer_of(daemon, False)
+    size = tool.n_vocab
+    for token in body["tokens"]:
+        if token >= size:
+            raise ProtocolError("TOKEN", f"token id {token} is outside the vocabulary of {size}")
+    raw = tool.decode_bytes(body["tokens"])
+    return "TEXT", text_fields(raw)
+
+
+def text_fields(raw: bytes) -> dict[str, Any]:
+    """`text`, and `raw` where the bytes are not valid UTF-8."""
+    text = raw.decode("utf-8", "replace")
+    return {"text": text, "raw": raw if text.encode() != raw else None}
+
+
+def builders(daemon: Daemon) -> Reply:
+    if daemon.engine is None:
+        raise ProtocolError("NOT_READY", "the engine is not open yet", retry_ms=500)
+    return "BUILDERS", {"builders": [plain(b) if not isinstance(b, dict) else b for b in daemon.engine.builders()]}
+
+
+def common(daemon: Daemon, socket: str, kind: str, body: dict[str, Any]) -> Reply | None:
+    """Answer a verb both sockets share, or None."""
+    if kind == "HELLO":
+        return hello(daemon, socket)
+    if kind == "PING":
+        return ping(daemon)
+    if kind == "STATUS":
+        return status(daemon)
+    if kind == "BUILDERS":
+        return builders(daemon)
+    if kind == "TOKENIZE":
+        return tokenize(daemon, body)
+    if kind == "DETOKENIZE":
+        return detokenize(daemon, body)
+    return None
