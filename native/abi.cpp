@@ -5,14 +5,9 @@
 #include <cstring>
 #include <new>
 
-#include "engine/engine.h"
+#include "engine/handle.h"
 #include "error.h"
 #include "kd.h"
-
-struct kd_engine {
-    kd::Engine engine;
-    explicit kd_engine(const kd::Options& options) : engine(options) {}
-};
 
 namespace {
 

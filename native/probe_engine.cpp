@@ -1,10 +1,39 @@
-// Test-only entry points to the host-side parts of the engine: page accounts and text.
+// Test-only entry points to the host-side parts of the engine: page accounts, text, and faults planted in a running engine.
+#include <unistd.h>
+
 #include <cstring>
 #include <string>
 #include <vector>
 
+#include "engine/handle.h"
 #include "engine/kv_cache.h"
 #include "engine/text.h"
+#include "error.h"
+#include "pages.h"
+
+namespace kd {
+struct EngineProbe {
+    // Rank `rank` fails in the next turn, while the others wait for it in a collective.
+    static void fail_rank(Engine& e, int rank) {
+        e.post([&e, rank] {
+            Stage& stage = *e.resident_->stage;
+            stage.view.clear();
+            static const std::vector<int32_t> page = {0};
+            stage.view.add_causal_row(0, 0, stage.view.add_stream(page));
+            e.team_.run([&](int r) {
+                if (r == rank) fail(KD_E_FATAL, "planted failure of rank %d", r);
+                forward(*stage.ranks[size_t(r)], stage.view.upload(*stage.ranks[size_t(r)]));
+            });
+        });
+    }
+    // The engine thread does nothing until *go is set.
+    static void freeze(Engine& e, const volatile int* go) {
+        e.post([go] {
+            while (!*go) usleep(1000);
+        });
+    }
+};
+}  // namespace kd
 
 #define KD_PROBE extern "C" __attribute__((visibility("default")))
 
@@ -57,3 +86,6 @@ KD_PROBE int kd_probe_text_add(kd::TextStream* text, const char* bytes, int leng
     memcpy(out, released.data(), released.size());
     return int(released.size());
 }
+
+KD_PROBE void kd_probe_fail_rank(kd_engine* e, int rank) { kd::EngineProbe::fail_rank(e->engine, rank); }
+KD_PROBE void kd_probe_freeze(kd_engine* e, const volatile int* go) { kd::EngineProbe::freeze(e->engine, go); }

@@ -5,9 +5,10 @@ KD_EXACT_COMBINATIONS sets how many (default 2,000; `make long` runs 50,000)."""
 import os
 import random
 
-import kd
 import pytest
 from exact import GREEDY, SAMPLINGS, Ask, Job, Reference, check, difference, prompts, random_job, run
+
+import kd
 
 COMBINATIONS = int(os.environ.get("KD_EXACT_COMBINATIONS", "2000"))
 VOCAB = 259
@@ -97,7 +98,11 @@ def test_every_prefill_chunk(library, small3, reference, first):
 def test_cold_and_cached_prefix(engine, reference, asks):
     """The same prompt again, prompts that share a beginning, whole pages and parts of one."""
     stem = asks[11].prompt  # 130 tokens
-    family = [Ask(stem[:n] + tail, SAMPLINGS[n % 4], 8) for n in (1, 15, 63, 64, 65, 127, 128, 129, 130) for tail in ((), (5,), (7, 8, 9))]
+    family = [
+        Ask(stem[:n] + tail, SAMPLINGS[n % 4], 8)
+        for n in (1, 15, 63, 64, 65, 127, 128, 129, 130)
+        for tail in ((), (5,), (7, 8, 9))
+    ]
     for cold in (True, False, False):
         before = engine.stats()["cached_tokens"]
         check(engine, reference, [Job(a, "heap", 8, cold) for a in family])
