@@ -8,10 +8,15 @@
 #include "engine/handle.h"
 #include "error.h"
 #include "kd.h"
+#include "structs.h"
 
 namespace {
 
 using kd::fail;
+using kd::kMaxStruct;
+using kd::read_struct;
+using kd::required;
+using kd::write_struct;
 
 // Fixed storage, so that reporting "out of memory" needs none.
 thread_local char last_error[1024] = "";
@@ -39,39 +44,6 @@ int32_t guard(F&& body) noexcept {
     } catch (...) {
         return report(KD_E_FATAL, "unknown failure");
     }
-}
-
-template <class T>
-T& required(T* p, const char* name) {
-    if (!p) fail(KD_E_INVALID, "%s is NULL", name);
-    return *p;
-}
-
-constexpr uint32_t kMaxStruct = 4096;  // a larger `size` is no size
-
-// A caller's struct as this library knows it: what is missing is zero, what is unknown must be.
-template <class T>
-T read_struct(const T* from, const char* name, size_t least = sizeof(T)) {
-    const uint32_t size = required(from, name).size;
-    if (size < least || size > kMaxStruct)
-        fail(KD_E_SIZE, "%s.size is %u: set it to sizeof(%s), %zu here", name, size, name, sizeof(T));
-    const char* bytes = reinterpret_cast<const char*>(from);
-    for (uint32_t i = sizeof(T); i < size; i++)
-        if (bytes[i])
-            fail(KD_E_TOO_NEW, "%s has a field at byte %u that this library (ABI %d) does not know", name, i, KD_ABI_VERSION);
-    T value{};
-    memcpy(&value, from, std::min<size_t>(size, sizeof(T)));
-    return value;
-}
-
-template <class T>
-void write_struct(T* to, T value, const char* name) {
-    const uint32_t size = required(to, name).size;
-    if (size < sizeof(T) || size > kMaxStruct)
-        fail(KD_E_SIZE, "%s.size is %u: set it to sizeof(%s), %zu here", name, size, name, sizeof(T));
-    value.size = size;
-    memset(reinterpret_cast<char*>(to) + sizeof(T), 0, size - sizeof(T));
-    memcpy(to, &value, sizeof(T));
 }
 
 int in_range(int value, int fallback, int least, int most, const char* name) {
@@ -164,7 +136,11 @@ std::unique_ptr<kd::Request> read_request(const kd_request* from, bool stop_stri
     return request;
 }
 
-kd::Engine& open(kd_engine* e) { return required(e, "engine").engine; }
+kd::Engine& open(kd_engine* e) {
+    kd::Engine& engine = required(e, "engine").engine;
+    engine.check_process();
+    return engine;
+}
 
 }  // namespace
 
@@ -223,7 +199,7 @@ int32_t kd_open(kd_engine** engine, const kd_options* options) {
 int32_t kd_close(kd_engine* engine) {
     return guard([&] {
         if (!engine) return;
-        engine->engine.check_process();
+        open(engine);
         delete engine;
     });
 }

@@ -188,7 +188,8 @@ Matrix read(const kd::W4& w, int count) {
 }
 
 // `name`: embed, lm_head, norm, cos, sin, fc, draft_hidden_norm, draft_norm, draft_cos, draft_sin,
-// layers.<i>.<member of Layer>, layers.<i>.experts.gate_up, layers.<i>.experts.down, draft_layers.<i>.<member of DraftLayer>.
+// layers.<i>.<member of Layer>, layers.<i>.experts.gate_up, layers.<i>.experts.down, draft_layers.<i>.<member of
+// DraftLayer>.
 Matrix read(const kd::Model& m, const std::string& name) {
     const kd::Shape& s = m.shape;
     const int rows = s.max_positions + kd::model::kRopeMargin;
@@ -299,7 +300,8 @@ KD_PROBE int kd_probe_config(const char* config, const char* generation, const c
     });
 }
 
-// The load is cancelled once `stop_at` tensor bytes are read (UINT64_MAX: never). `read`: tensor bytes read; `total`: to read.
+// The load is cancelled once `stop_at` tensor bytes are read (UINT64_MAX: never). `read`: tensor bytes read; `total`:
+// to read.
 KD_PROBE int kd_probe_load(void** handle, const char* path, int draft_mode, const char* draft_path, int tp,
                            uint64_t stop_at, uint64_t* read, uint64_t* total) {
     kd::model::Progress progress;

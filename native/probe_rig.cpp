@@ -54,9 +54,9 @@ void* Rig::place(void* host, size_t begin, size_t stride, size_t piece, size_t p
 Rows Rig::rows(float* host, int n_rows, int width, bool read, bool written) {
     constexpr int offset = 5, spare_columns = 7, spare_rows = 2;
     const int stride = width + spare_columns;
-    const uint32_t nan = 0x7FC00001;
+    const uint32_t poison = read ? kSignalling : 0xAAAAAAAA;
     void* p = place(host, offset * sizeof(float), stride * sizeof(float), width * sizeof(float), n_rows,
-                    static_cast<size_t>(n_rows + spare_rows) * stride * sizeof(float), &nan, sizeof nan, read, written);
+                    static_cast<size_t>(n_rows + spare_rows) * stride * sizeof(float), &poison, sizeof poison, read, written);
     return {p, stride, offset};
 }
 

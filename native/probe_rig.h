@@ -14,7 +14,10 @@
 
 namespace kd::probe {
 
-constexpr int kWildIndex = 2147480000;  // an index that nobody may follow
+constexpr int32_t kWildIndex = 2147480000;  // an index that nobody may follow
+// Around values that are read: a signalling NaN. Whatever is computed from it is NaN with other bits, so that writing it back
+// does not go unnoticed. Around values that are only written, and in their place: 0xAA.
+constexpr uint32_t kSignalling = 0x7FA5DEAD;
 
 // One rank's memory during a probe.
 class Rig {
@@ -81,8 +84,9 @@ class Rig {
         if (!host) return {};
         constexpr size_t spare = 16;
         std::remove_const_t<T> poison;
-        std::memset(static_cast<void*>(&poison), 0xFF, sizeof poison);  // NaN as any floating-point format
+        std::memset(static_cast<void*>(&poison), read ? 0xFF : 0xAA, sizeof poison);  // 0xFFFF is NaN in bf16
         if constexpr (std::is_same_v<std::remove_const_t<T>, int32_t>) poison = kWildIndex;
+        if constexpr (std::is_same_v<std::remove_const_t<T>, float>) std::memcpy(&poison, &kSignalling, sizeof poison);
         const size_t bytes = n * sizeof(T);
         void* p = place(host, 0, bytes, bytes, 1, bytes + spare * sizeof(T), &poison, sizeof poison, read, written);
         return Dev<T>(static_cast<T*>(p));

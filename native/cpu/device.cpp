@@ -146,6 +146,11 @@ void* Scratch::get(size_t bytes) {
     return p_;
 }
 
+Scratch& thread_scratch() {
+    thread_local Scratch own;
+    return own;
+}
+
 device::Context& bound() {
     if (!device::bound_context)
         fail(KD_E_FATAL, "this thread works for no rank: device::bind a context before ops, copies and collectives");

@@ -26,7 +26,7 @@ class Scratch {
 };
 
 // One a use, so that two in one op never share.
-enum class Use { moe_lists, moe_inter, moe_out, attention, rows, count };
+enum class Use { rows, moe_lists, moe_rows, moe_inter, moe_out, count };
 
 }  // namespace kd::cpu
 
@@ -69,9 +69,17 @@ device::Context& bound();  // throws Error(KD_E_FATAL) if the thread is not boun
 
 inline const Kernels& kernels() { return *bound().group.kernels; }
 
+// The bound rank's, for use by the thread that calls the op and by regions it starts.
 template <class T>
 T* scratch(Use use, size_t n) {
     return static_cast<T*>(bound().scratch[static_cast<int>(use)].get(n * sizeof(T)));
+}
+
+// The calling thread's own, for use inside a region.
+Scratch& thread_scratch();
+template <class T>
+T* thread_scratch(size_t n) {
+    return static_cast<T*>(thread_scratch().get(n * sizeof(T)));
 }
 
 }  // namespace kd::cpu

@@ -62,12 +62,14 @@ void draft_attention(Rows o, Rows qkv, Rows k_pool, Rows v_pool, const View& v, 
         a.scale = scale;
         kernels.attend_begin(a);
         const float *key[kStep], *value[kStep];
+        float* const packed = cpu::thread_scratch<float>(static_cast<size_t>(dim + kStep) * kStep);
         int waiting = 0;
         const auto fold = [&](const float* k, const float* val) {
             key[waiting] = k;
             value[waiting] = val;
             if (++waiting < kStep) return;
-            kernels.attend_step(a, key, value, kStep);
+            kernels.attend_pack(packed, key, kStep, dim);
+            kernels.attend_step(a, packed, value, kStep);
             waiting = 0;
         };
         // The context's token at position p is in slot p.
@@ -80,7 +82,10 @@ void draft_attention(Rows o, Rows qkv, Rows k_pool, Rows v_pool, const View& v, 
         for (int r = block; r < block + d.block; r++)
             if (window == 0 || std::abs(raw(v.position)[r] - position) < window)
                 fold(raw(qkv, r) + k_column + kv_head * dim, raw(qkv, r) + v_column + kv_head * dim);
-        if (waiting > 0) kernels.attend_step(a, key, value, waiting);
+        if (waiting > 0) {
+            kernels.attend_pack(packed, key, waiting, dim);
+            kernels.attend_step(a, packed, value, waiting);
+        }
         kernels.attend_end(a);
     };
 

@@ -41,15 +41,20 @@ struct Kernels {
     // y[r * y_stride + j] = sum_k x[r][k] w[j][k] for r < rows, j < n.
     void (*dot_bf16)(float* y, size_t y_stride, RowsIn x, int rows, const uint16_t* w, int n, int k);
     void (*dot_f32)(float* y, size_t y_stride, RowsIn x, int rows, const float* w, int n, int k);
-    // The same with 4-bit weights as in types.h (W4): exact in fp32 once scaled. q, s: row 0 of the n rows.
+    // The same with 4-bit weights as in types.h (W4), which are exact in fp32 once scaled. q, s: row 0 of the n rows. The
+    // rows of x are in w4 order: of each 32 elements first the even ones, then the odd ones, as the nibbles come out.
     void (*dot_w4)(float* y, size_t y_stride, RowsIn x, int rows, const uint32_t* q, const uint16_t* s, int n, int k);
+    // y = x in w4 order; width % 32 == 0.
+    void (*w4_order)(float* y, const float* x, int width);
     // y[r * y_stride + c] = sum_n a[r * a_stride + n] w[n][c] for c < width, added in order of n.
     void (*mix_bf16)(float* y, size_t y_stride, const float* a, size_t a_stride, int rows, const uint16_t* w, int n,
                      int width);
 
+    // packed[i][key] = element i of the key, for n keys (<= 16); [dk][16], rows of missing keys are 0.
+    void (*attend_pack)(float* packed, const float* const* keys, int n, int dk);
     void (*attend_begin)(Attend& a);
-    // One step: `n` keys (<= 16) folded together.
-    void (*attend_step)(Attend& a, const float* const* keys, const float* const* values, int n);
+    // One step: n keys (<= 16) folded together. A score is summed in order of its elements.
+    void (*attend_step)(Attend& a, const float* packed, const float* const* values, int n);
     // `n` keys (<= kAttendEach), each a step of its own.
     void (*attend_each)(Attend& a, const float* const* keys, const float* const* values, int n);
     void (*attend_end)(Attend& a);  // o /= sum

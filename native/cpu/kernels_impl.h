@@ -26,13 +26,14 @@ KD_INLINE const float* row_of(const RowPointers& x, int i) { return x.row[i]; }
 // ---- dots: y[r][j] = sum_k x[r][k] w[j][k] --------------------------------------------------------------------------
 
 // Where weights come from. from(j): the weights from row j on. at(): 16 of row j from element i on; part(): the last
-// n < 16; pair(): 32 that share a scale.
+// n < 16.
 struct Bf16Weights {
     const uint16_t* w;
     size_t k;
     KD_INLINE Bf16Weights from(int j) const { return {w + static_cast<size_t>(j) * k, k}; }
     KD_INLINE V at(int j, int i) const { return bf16(w + static_cast<size_t>(j) * k + i); }
     KD_INLINE V part(int j, int i, int n) const { return bf16_part(w + static_cast<size_t>(j) * k + i, n); }
+    KD_INLINE void ahead(int j, int i) const { __builtin_prefetch(w + static_cast<size_t>(j) * k + i); }
 };
 struct F32Weights {
     const float* w;
@@ -47,19 +48,6 @@ struct F32Rows {  // rows anywhere
     KD_INLINE V at(int j, int i) const { return load(row[j] + i); }
     KD_INLINE V part(int j, int i, int n) const { return load_part(row[j] + i, n); }
 };
-struct W4Weights {
-    const uint32_t* q;
-    const uint16_t* s;
-    size_t k;
-    KD_INLINE W4Weights from(int j) const {
-        return {q + static_cast<size_t>(j) * (k / 8), s + static_cast<size_t>(j) * (k / 32), k};
-    }
-    KD_INLINE void pair(V& low, V& high, int j, int i) const {
-        const size_t row = static_cast<size_t>(j);
-        w4(low, high, q + row * (k / 8) + i / 8, bf16_to_float(s[row * (k / 32) + i / 32]));
-    }
-};
-
 template <int R, int J>
 KD_INLINE void store_sums(float* y, size_t y_stride, V (&acc)[R][J]) {
     KD_UNROLL for (int r = 0; r < R; r++) {
@@ -73,42 +61,41 @@ KD_INLINE void store_sums(float* y, size_t y_stride, V (&acc)[R][J]) {
     }
 }
 
+// acc[r][j] += the products of elements [0, k) in 16 lanes.
+template <int R, int J, class W>
+KD_INLINE void accumulate(V (&acc)[R][J], const float* const (&row)[R], W w, int k) {
+    int i = 0;
+    for (; i + kLanes <= k; i += kLanes) {
+        V v[R];
+        KD_UNROLL for (int r = 0; r < R; r++) v[r] = load(row[r] + i);
+        KD_UNROLL for (int j = 0; j < J; j++) {
+            const V a = w.at(j, i);
+            if constexpr (R <= 3 && requires { w.ahead(0, 0); }) w.ahead(j + J, i);
+            KD_UNROLL for (int r = 0; r < R; r++) acc[r][j] = fma(v[r], a, acc[r][j]);
+        }
+    }
+    if (i < k) {
+        V v[R];
+        KD_UNROLL for (int r = 0; r < R; r++) v[r] = load_part(row[r] + i, k - i);
+        KD_UNROLL for (int j = 0; j < J; j++) {
+            const V a = w.part(j, i, k - i);
+            KD_UNROLL for (int r = 0; r < R; r++) acc[r][j] = fma(v[r], a, acc[r][j]);
+        }
+    }
+}
+
+template <int R, int J>
+KD_INLINE void clear(V (&acc)[R][J]) {
+    KD_UNROLL for (int r = 0; r < R; r++) { KD_UNROLL for (int j = 0; j < J; j++) acc[r][j] = zero(); }
+}
+
 template <int R, int J, class W>
 void tile(float* y, size_t y_stride, const float* const* x, W w, int k) {
     V acc[R][J];
-    KD_UNROLL for (int r = 0; r < R; r++) { KD_UNROLL for (int j = 0; j < J; j++) acc[r][j] = zero(); }
+    clear(acc);
     const float* row[R];
     KD_UNROLL for (int r = 0; r < R; r++) row[r] = x[r];
-    int i = 0;
-    if constexpr (requires(V v) { w.pair(v, v, 0, 0); }) {
-        for (; i < k; i += 2 * kLanes) {
-            V low[R], high[R];
-            KD_UNROLL for (int r = 0; r < R; r++) low[r] = load(row[r] + i);
-            KD_UNROLL for (int r = 0; r < R; r++) high[r] = load(row[r] + i + kLanes);
-            KD_UNROLL for (int j = 0; j < J; j++) {
-                V a, b;
-                w.pair(a, b, j, i);
-                KD_UNROLL for (int r = 0; r < R; r++) acc[r][j] = fma(high[r], b, fma(low[r], a, acc[r][j]));
-            }
-        }
-    } else {
-        for (; i + kLanes <= k; i += kLanes) {
-            V v[R];
-            KD_UNROLL for (int r = 0; r < R; r++) v[r] = load(row[r] + i);
-            KD_UNROLL for (int j = 0; j < J; j++) {
-                const V a = w.at(j, i);
-                KD_UNROLL for (int r = 0; r < R; r++) acc[r][j] = fma(v[r], a, acc[r][j]);
-            }
-        }
-        if (i < k) {
-            V v[R];
-            KD_UNROLL for (int r = 0; r < R; r++) v[r] = load_part(row[r] + i, k - i);
-            KD_UNROLL for (int j = 0; j < J; j++) {
-                const V a = w.part(j, i, k - i);
-                KD_UNROLL for (int r = 0; r < R; r++) acc[r][j] = fma(v[r], a, acc[r][j]);
-            }
-        }
-    }
+    accumulate(acc, row, w, k);
     store_sums<R, J>(y, y_stride, acc);
 }
 
@@ -120,20 +107,23 @@ void tiles(float* y, size_t y_stride, const float* const* x, W w, int n, int k) 
     for (; j < n; j++) tile<R, 1>(y + j, y_stride, x, w.from(j), k);
 }
 
-// x: at least `rows` pointers.
-template <class W>
-KD_INLINE void dot_rows(float* y, size_t y_stride, const float* const* x, int rows, W w, int n, int k) {
-    switch (rows) {
-        case 1: return tiles<1>(y, y_stride, x, w, n, k);
-        case 2: return tiles<2>(y, y_stride, x, w, n, k);
-#if !defined(KD_SIMD_PLAIN)
-        case 3: return tiles<3>(y, y_stride, x, w, n, k);
-#endif
-#if defined(KD_SIMD_AVX512)
-        case 4: return tiles<4>(y, y_stride, x, w, n, k);
-        case 5: return tiles<5>(y, y_stride, x, w, n, k);
-        case 6: return tiles<6>(y, y_stride, x, w, n, k);
-#endif
+template <int N>
+struct Count {
+    static constexpr int value = N;
+};
+// f(Count<rows>) for 1 <= rows <= kTileRows.
+template <class F>
+KD_INLINE void with_rows(int rows, F&& f) {
+    static_assert(kTileRows <= 6);
+    if (rows == 1) f(Count<1>{});
+    if constexpr (kTileRows >= 2)
+        if (rows == 2) f(Count<2>{});
+    if constexpr (kTileRows >= 3)
+        if (rows == 3) f(Count<3>{});
+    if constexpr (kTileRows >= 6) {
+        if (rows == 4) f(Count<4>{});
+        if (rows == 5) f(Count<5>{});
+        if (rows == 6) f(Count<6>{});
     }
 }
 
@@ -143,7 +133,9 @@ void dot(float* y, size_t y_stride, const X& x, int rows, W w, int n, int k) {
         const int some = smaller(kTileRows, rows - r);
         const float* row[kTileRows];
         for (int i = 0; i < some; i++) row[i] = row_of(x, r + i);
-        dot_rows(y + static_cast<size_t>(r) * y_stride, y_stride, row, some, w, n, k);
+        with_rows(some, [&](auto count) __attribute__((always_inline)) {
+            tiles<count.value>(y + static_cast<size_t>(r) * y_stride, y_stride, row, w, n, k);
+        });
     }
 }
 
@@ -153,8 +145,150 @@ void dot_bf16(float* y, size_t y_stride, RowsIn x, int rows, const uint16_t* w, 
 void dot_f32(float* y, size_t y_stride, RowsIn x, int rows, const float* w, int n, int k) {
     dot(y, y_stride, x, rows, F32Weights{w, static_cast<size_t>(k)}, n, k);
 }
+
+// ---- 4-bit dots
+
+struct W4Matrix {
+    const uint32_t* q;
+    const uint16_t* s;
+    size_t k;
+    KD_INLINE const uint32_t* q_at(int j, int i) const {
+        return q + (static_cast<size_t>(j) * k + static_cast<size_t>(i)) / 8;
+    }
+    KD_INLINE const uint16_t* s_at(int j, int i) const {
+        return s + (static_cast<size_t>(j) * k + static_cast<size_t>(i)) / 32;
+    }
+};
+constexpr int kGroup = 32;
+
+// Few rows: weights go from 4 bits to registers and are used there.
+template <int R, int J>
+void w4_tile(float* y, size_t y_stride, const float* const* x, const W4Matrix& w, int j0, int k) {
+    V acc[R][J];
+    clear(acc);
+    const float* row[R];
+    KD_UNROLL for (int r = 0; r < R; r++) row[r] = x[r];
+    const auto group = [&](int i, int j, V scale, const V(&even)[R], const V(&odd)[R]) __attribute__((always_inline)) {
+        V a, b;
+        w4(a, b, w4_load(w.q_at(j0 + j, i)), scale);
+        KD_UNROLL for (int r = 0; r < R; r++) acc[r][j] = fma(odd[r], b, fma(even[r], a, acc[r][j]));
+    };
+    int i = 0;
+    for (; i + 2 * kGroup <= k; i += 2 * kGroup) {
+        V second[J], even[R], odd[R];
+        KD_UNROLL for (int r = 0; r < R; r++) even[r] = load(row[r] + i), odd[r] = load(row[r] + i + kLanes);
+        KD_UNROLL for (int j = 0; j < J; j++) {
+            V first;
+            w4_scales(first, second[j], w.s_at(j0 + j, i));
+            if (R <= 2) __builtin_prefetch(w.q_at(j0 + 2 * J + j, i));
+            group(i, j, first, even, odd);
+        }
+        KD_UNROLL for (int r = 0; r < R; r++) even[r] = load(row[r] + i + kGroup),
+                                              odd[r] = load(row[r] + i + kGroup + kLanes);
+        KD_UNROLL for (int j = 0; j < J; j++) group(i + kGroup, j, second[j], even, odd);
+    }
+    if (i < k) {
+        V even[R], odd[R];
+        KD_UNROLL for (int r = 0; r < R; r++) even[r] = load(row[r] + i), odd[r] = load(row[r] + i + kLanes);
+        KD_UNROLL for (int j = 0; j < J; j++) group(i, j, set(bf16_to_float(*w.s_at(j0 + j, i))), even, odd);
+    }
+    store_sums<R, J>(y, y_stride, acc);
+}
+
+template <int R>
+void w4_tiles(float* y, size_t y_stride, const float* const* x, const W4Matrix& w, int n, int k) {
+    constexpr int J = w4_columns(R);
+    int j = 0;
+    for (; j + J <= n; j += J) w4_tile<R, J>(y + j, y_stride, x, w, j, k);
+    for (; j < n; j++) w4_tile<R, 1>(y + j, y_stride, x, w, j, k);
+}
+
+// Many rows: a few matrix rows are widened into a buffer that stays in the first-level cache, a stretch of k at a time, and
+// the sums so far wait in `carry`. The same products in the same order as w4_tile, so the same bits.
+constexpr int kStretch = 512;
+constexpr int kW4Many = 24;  // rows at a time
+constexpr int kWide = 4;     // matrix rows
+
+template <int R, int J>
+KD_INLINE void w4_stretch(float* y, size_t y_stride, const float* const* x, int x0, float* carry, const float* wide,
+                          int k, bool first, bool last) {
+    V acc[R][J];
+    const float* row[R];
+    KD_UNROLL for (int r = 0; r < R; r++) row[r] = x[r] + x0;
+    KD_UNROLL for (int r = 0; r < R; r++) {
+        KD_UNROLL for (int j = 0; j < J; j++) acc[r][j] = first ? zero() : load(carry + (r * kWide + j) * kLanes);
+    }
+    accumulate(acc, row, F32Weights{wide, kStretch}, k);
+    if (last) return store_sums<R, J>(y, y_stride, acc);
+    KD_UNROLL for (int r = 0; r < R; r++) {
+        KD_UNROLL for (int j = 0; j < J; j++) store(carry + (r * kWide + j) * kLanes, acc[r][j]);
+    }
+}
+
+// J of the kWide matrix rows at a time, as many as the registers hold.
+template <int R>
+void w4_stretches(float* y, size_t y_stride, const float* const* x, int x0, float* carry, const float* wide, int n,
+                  int k, bool first, bool last) {
+    constexpr int J = tile_columns(R) < kWide ? tile_columns(R) : kWide;
+    int j = 0;
+    for (; j + J <= n; j += J)
+        w4_stretch<R, J>(y + j, y_stride, x, x0, carry + j * kLanes, wide + j * kStretch, k, first, last);
+    for (; j < n; j++)
+        w4_stretch<R, 1>(y + j, y_stride, x, x0, carry + j * kLanes, wide + j * kStretch, k, first, last);
+}
+
+void w4_many(float* y, size_t y_stride, const float* const* x, int rows, const W4Matrix& w, int n, int k) {
+    alignas(64) float wide[kWide * kStretch];
+    alignas(64) float carry[kW4Many * kWide * kLanes];
+    for (int j0 = 0; j0 < n; j0 += kWide) {
+        const int some = smaller(kWide, n - j0);
+        for (int k0 = 0; k0 < k; k0 += kStretch) {
+            const int part = smaller(kStretch, k - k0);
+            for (int j = 0; j < some; j++) {
+                for (int i = 0; i < part; i += kGroup) {
+                    V even, odd;
+                    w4(even, odd, w4_load(w.q_at(j0 + j, k0 + i)), set(bf16_to_float(*w.s_at(j0 + j, k0 + i))));
+                    store(wide + j * kStretch + i, even);
+                    store(wide + j * kStretch + i + kLanes, odd);
+                }
+            }
+            const bool first = k0 == 0, last = k0 + part == k;
+            for (int r = 0; r < rows; r += kTileRows)
+                with_rows(smaller(kTileRows, rows - r), [&](auto count) __attribute__((always_inline)) {
+                    w4_stretches<count.value>(y + static_cast<size_t>(r) * y_stride + j0, y_stride, x + r, k0,
+                                              carry + r * kWide * kLanes, wide, some, part, first, last);
+                });
+        }
+    }
+}
+
 void dot_w4(float* y, size_t y_stride, RowsIn x, int rows, const uint32_t* q, const uint16_t* s, int n, int k) {
-    dot(y, y_stride, x, rows, W4Weights{q, s, static_cast<size_t>(k)}, n, k);
+    const W4Matrix w{q, s, static_cast<size_t>(k)};
+    // Up to two tiles of rows, widening twice costs less than the buffer does.
+    const bool many = rows > 2 * kW4Rows;
+    const int at_once = many ? kW4Many : rows > kW4Rows ? (rows + 1) / 2 : rows;
+    for (int r = 0; r < rows; r += at_once) {
+        const int some = smaller(at_once, rows - r);
+        const float* row[kW4Many];
+        for (int i = 0; i < some; i++) row[i] = row_of(x, r + i);
+        float* to = y + static_cast<size_t>(r) * y_stride;
+        if (many) {
+            w4_many(to, y_stride, row, some, w, n, k);
+        } else {
+            with_rows(some, [&](auto count) __attribute__((always_inline)) {
+                if constexpr (count.value <= kW4Rows) w4_tiles<count.value>(to, y_stride, row, w, n, k);
+            });
+        }
+    }
+}
+
+void w4_order(float* y, const float* x, int width) {
+    for (int i = 0; i < width; i += kGroup) {
+        V even, odd;
+        split_pairs(even, odd, load(x + i), load(x + i + kLanes));
+        store(y + i, even);
+        store(y + i + kLanes, odd);
+    }
 }
 
 // ---- mixes: y[r][c] = sum_n a[r][n] w[n][c] -------------------------------------------------------------------------
@@ -274,31 +408,69 @@ KD_INLINE void fold_heads(Attend& a, int h0, const float* shrink, const float* p
 
 template <bool Each>
 KD_INLINE void fold(Attend& a, const float* shrink, const float* p, const float* const* values, int n) {
-    constexpr int H = kTileRows >= 6 ? 8 : 2;
+    constexpr int H = kTileRows >= 6 ? 8 : 2;  // by registers
     int h = 0;
     for (; h + H <= a.heads; h += H) fold_heads<Each, H>(a, h, shrink, p, values, n);
     for (; h < a.heads; h++) fold_heads<Each, 1>(a, h, shrink, p, values, n);
 }
 
-void attend_step(Attend& a, const float* const* keys, const float* const* values, int n) {
+void attend_pack(float* packed, const float* const* keys, int n, int dk) {
+    for (int i = 0; i < dk; i += kLanes) {
+        const int some = smaller(kLanes, dk - i);
+        V m[kLanes];
+        KD_UNROLL for (int key = 0; key < kLanes; key++) m[key] = key < n ? take(keys[key] + i, some) : zero();
+        transpose(m);
+        if (some == kLanes) {
+            KD_UNROLL for (int e = 0; e < kLanes; e++) store(packed + (i + e) * kLanes, m[e]);
+        } else {
+            for (int e = 0; e < some; e++) store(packed + (i + e) * kLanes, m[e]);
+        }
+    }
+}
+
+// p[head][key]: scores of H heads.
+template <int H>
+KD_INLINE void score_heads(float* p, const Attend& a, int h0, const float* packed) {
+    const float* q[H];
+    V acc[H];
+    KD_UNROLL for (int h = 0; h < H; h++) q[h] = a.q + static_cast<size_t>(h0 + h) * a.q_stride, acc[h] = zero();
+    for (int i = 0; i < a.dk; i++) {
+        const V key = load(packed + i * kLanes);
+        KD_UNROLL for (int h = 0; h < H; h++) acc[h] = fma(set(q[h][i]), key, acc[h]);
+    }
+    KD_UNROLL for (int h = 0; h < H; h++) store(p + (h0 + h) * kLanes, mul(acc[h], set(a.scale)));
+}
+
+void attend_step(Attend& a, const float* packed, const float* const* values, int n) {
     alignas(64) float p[kHeadBlock * kLanes];  // [head][key]
     alignas(64) float now[kHeadBlock], step_sum[kHeadBlock], shrink[kHeadBlock];
-    store(now, load(a.max));
-    store(step_sum, zero());
-    if (n < kLanes)
-        for (int h = 0; h < a.heads; h++) store(p + h * kLanes, set(-__builtin_inff()));
-    dot(p, kLanes, RowsIn{a.q, a.q_stride, nullptr}, a.heads, F32Rows{keys}, n, a.dk);
-    for (int h = 0; h < a.heads; h++) {
-        const V s = mul(load(p + h * kLanes), set(a.scale));
-        const float best = max_lane(s);
-        now[h] = best > now[h] ? best : now[h];
-        const V e = exp(sub(s, set(now[h])));
-        store(p + h * kLanes, e);
-        step_sum[h] = sum(e);
+    int h = 0;
+    for (; h + kHeadTile <= a.heads; h += kHeadTile) score_heads<kHeadTile>(p, a, h, packed);
+    for (; h < a.heads; h++) score_heads<1>(p, a, h, packed);
+    for (; h % 4 != 0; h++) store(p + h * kLanes, zero());  // heads are looked at in fours
+    if (n < kLanes) {
+        for (int head = 0; head < h; head++)
+            for (int key = n; key < kLanes; key++) p[head * kLanes + key] = -__builtin_inff();
     }
-    const V less = exp(sub(load(a.max), load(now)));
+    store(now, zero());
+    store(step_sum, zero());
+    for (int i = 0; i < h; i += 4) {
+        const float* s = p + i * kLanes;
+        max4(now + i, load(s), load(s + kLanes), load(s + 2 * kLanes), load(s + 3 * kLanes));
+    }
+    const V best = max(load(now), load(a.max));
+    store(now, best);
+    for (int i = 0; i < h; i += 4) {
+        V e[4];
+        KD_UNROLL for (int j = 0; j < 4; j++) {
+            e[j] = exp(sub(load(p + (i + j) * kLanes), set(now[i + j])));
+            store(p + (i + j) * kLanes, e[j]);
+        }
+        sum4(step_sum + i, e[0], e[1], e[2], e[3]);
+    }
+    const V less = exp(sub(load(a.max), best));
     store(shrink, less);
-    store(a.max, load(now));
+    store(a.max, best);
     store(a.sum, fma(load(a.sum), less, load(step_sum)));
     fold<false>(a, shrink, p, values, n);
 }
@@ -307,7 +479,6 @@ void attend_each(Attend& a, const float* const* keys, const float* const* values
     alignas(64) float p[kAttendEach * kHeadBlock], shrink[kAttendEach * kHeadBlock];  // [key][head]
     if (a.heads < kHeadBlock)
         for (int key = 0; key < n; key++) store(p + key * kHeadBlock, zero());
-    // Keys as rows and heads as weights: a product is the same either way round, so the bits are those of attend_step.
     dot(p, kHeadBlock, RowPointers{keys}, n, F32Weights{a.q, a.q_stride}, a.heads, a.dk);
     V best = load(a.max), total = load(a.sum);
     for (int key = 0; key < n; key++) {
@@ -373,7 +544,8 @@ void add_weighted(float* y, RowsIn parts, const float* weight, int n_parts, int 
     });
 }
 
-const Kernels kKernels = {dot_bf16,   dot_f32,  dot_w4,    mix_bf16, attend_begin, attend_step, attend_each,
-                          attend_end, rms_norm, add_parts, swiglu,   sigmoid,      add_weighted};
+const Kernels kKernels = {dot_bf16,    dot_f32,      dot_w4,      w4_order,    mix_bf16,
+                          attend_pack, attend_begin, attend_step, attend_each, attend_end,
+                          rms_norm,    add_parts,    swiglu,      sigmoid,     add_weighted};
 
 }  // namespace

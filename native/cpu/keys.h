@@ -17,12 +17,14 @@ inline float* kv_row(Rows pool, const View& v, int stream, int slot) {
 // The keys of a row in position order: slots 0 .. prefix - 1, then prefix + j for the set bits j of its mask.
 class Keys {
   public:
-    Keys(Rows pool, const View& v, int row)
+    // From key `first` on; first <= the row's prefix.
+    Keys(Rows pool, const View& v, int row, int first)
         : pool_(pool),
           v_(v),
           stream_(raw(v.stream)[row]),
           prefix_(raw(v.prefix)[row]),
-          mask_(raw(v.mask) + static_cast<size_t>(row) * kMaskWords) {}
+          mask_(raw(v.mask) + static_cast<size_t>(row) * kMaskWords),
+          slot_(first) {}
 
     const float* next() {
         if (slot_ < prefix_) return kv_row(pool_, v_, stream_, slot_++);
@@ -40,7 +42,7 @@ class Keys {
     const View& v_;
     int stream_, prefix_;
     const uint64_t* mask_;
-    int slot_ = 0, word_ = -1;
+    int slot_, word_ = -1;
     uint64_t bits_ = 0;
 };
 

@@ -12,9 +12,56 @@ namespace kd::ops {
 
 namespace {
 
-constexpr int kStep = 16;  // keys folded together below B(position)
+constexpr int kStep = 16;     // keys folded together below B(position)
+constexpr int kTogether = 8;  // rows that share the reading of a step's keys at most
 
-int whole_steps(int position) { return std::max(0, position - KD_MAX_DEPTH) / kStep; }
+int whole_steps(const View& v, int r) { return std::max(0, raw(v.position)[r] - KD_MAX_DEPTH) / kStep; }
+
+// Rows from `first` on that see the same keys below their B: of one stream, and B not above their prefix.
+int rows_together(const View& v, int first, int most) {
+    const auto plain = [&](int r) { return raw(v.prefix)[r] >= whole_steps(v, r) * kStep; };
+    int n = 1;
+    while (n < most && first + n < v.n_rows && raw(v.stream)[first + n] == raw(v.stream)[first] && plain(first) &&
+           plain(first + n))
+        n++;
+    return n;
+}
+
+// The heads [head, head + heads) of rows [first, first + n).
+void attend_rows(Rows o_lat, Rows q_lat, Rows kv, const View& v, const Shape& s, int first, int n, int head, int heads,
+                 float* packed) {
+    const cpu::Kernels& kernels = cpu::kernels();
+    cpu::Attend a[kTogether];
+    int longest = 0;
+    for (int i = 0; i < n; i++) {
+        a[i].o = raw(o_lat, first + i) + head * s.kv_lora;
+        a[i].o_stride = static_cast<size_t>(s.kv_lora);
+        a[i].q = raw(q_lat, first + i) + head * s.kv_row();
+        a[i].q_stride = static_cast<size_t>(s.kv_row());
+        a[i].heads = heads;
+        a[i].dk = s.kv_row();
+        a[i].dv = s.kv_lora;
+        a[i].scale = s.score_scale;
+        kernels.attend_begin(a[i]);
+        if (whole_steps(v, first + i) > whole_steps(v, first + longest)) longest = i;
+    }
+    const float* key[cpu::kAttendEach];
+    cpu::Keys shared(kv, v, first + longest, 0);
+    for (int step = 0; step < whole_steps(v, first + longest); step++) {
+        for (int k = 0; k < kStep; k++) key[k] = shared.next();
+        kernels.attend_pack(packed, key, kStep, s.kv_row());
+        for (int i = 0; i < n; i++)
+            if (step < whole_steps(v, first + i)) kernels.attend_step(a[i], packed, key, kStep);
+    }
+    for (int i = 0; i < n; i++) {
+        const int done = whole_steps(v, first + i) * kStep, rest = raw(v.position)[first + i] + 1 - done;
+        cpu::Keys own(kv, v, first + i, n > 1 ? done : 0);
+        cpu::Keys& keys = n > 1 ? own : shared;
+        for (int k = 0; k < rest; k++) key[k] = keys.next();
+        kernels.attend_each(a[i], key, key, rest);
+        kernels.attend_end(a[i]);
+    }
+}
 
 }  // namespace
 
@@ -44,41 +91,28 @@ void mla_append(Rows kv, Rows kv_a, Vec norm, const Rope& rope, const View& v, c
 }
 
 void mla_attention(Rows o_lat, Rows q_lat, Rows kv, const View& v, const Shape& s) {
-    // A work item is a row and a block of its heads; small blocks only where rows alone would leave threads idle.
-    double keys = 0;
-    for (int r = 0; r < v.n_rows; r++) keys += raw(v.position)[r] + 1;
-    const cpu::Pool* pool = cpu::pool();
-    const int threads = pool ? pool->workers() + 1 : 1;
+    if (v.n_rows <= 0) return;
+    // A work item is a few rows and a block of heads; small only where there would be too few for the threads. What an
+    // item holds changes no bits: a row's arithmetic is its own.
+    const int threads = cpu::threads();
+    const int together = std::clamp(v.n_rows / (2 * threads), 1, kTogether);
     const int wanted = v.n_rows >= 2 * threads ? cpu::kHeadBlock : std::max(4, (s.heads_rank + threads - 1) / threads);
     const int block = std::min({wanted, cpu::kHeadBlock, s.heads_rank});
     const int blocks = (s.heads_rank + block - 1) / block;
-    const double ops_per_item = keys / std::max(1, v.n_rows) * block * (s.kv_row() + s.kv_lora);
 
-    cpu::parallel_for(v.n_rows * blocks, cpu::grain_for(ops_per_item), [&](int begin, int end) {
-        const cpu::Kernels& kernels = cpu::kernels();
+    int32_t* const first = cpu::scratch<int32_t>(cpu::Use::rows, static_cast<size_t>(v.n_rows));
+    int groups = 0;
+    double keys = 0;
+    for (int r = 0; r < v.n_rows; r += rows_together(v, r, together)) first[groups++] = r;
+    for (int r = 0; r < v.n_rows; r++) keys += raw(v.position)[r] + 1;
+    const double ops_per_item = keys / groups * block * (s.kv_row() + s.kv_lora);
+
+    cpu::parallel_for(groups * blocks, cpu::grain_for(ops_per_item), [&](int begin, int end) {
+        float* const packed = cpu::thread_scratch<float>(static_cast<size_t>(s.kv_row() + kStep) * kStep);
         for (int item = begin; item < end; item++) {
-            const int r = item / blocks, head = item % blocks * block;
-            cpu::Attend a;
-            a.o = raw(o_lat, r) + head * s.kv_lora;
-            a.o_stride = static_cast<size_t>(s.kv_lora);
-            a.q = raw(q_lat, r) + head * s.kv_row();
-            a.q_stride = static_cast<size_t>(s.kv_row());
-            a.heads = std::min(block, s.heads_rank - head);
-            a.dk = s.kv_row();
-            a.dv = s.kv_lora;
-            a.scale = s.score_scale;
-            kernels.attend_begin(a);
-            cpu::Keys next(kv, v, r);
-            const float* key[cpu::kAttendEach];
-            const int position = raw(v.position)[r], steps = whole_steps(position);
-            for (int step = 0; step < steps; step++) {
-                for (int i = 0; i < kStep; i++) key[i] = next.next();
-                kernels.attend_step(a, key, key, kStep);
-            }
-            const int rest = position + 1 - steps * kStep;
-            for (int i = 0; i < rest; i++) key[i] = next.next();
-            kernels.attend_each(a, key, key, rest);
-            kernels.attend_end(a);
+            const int r = first[item / blocks], head = item % blocks * block;
+            attend_rows(o_lat, q_lat, kv, v, s, r, rows_together(v, r, together), head,
+                        std::min(block, s.heads_rank - head), packed);
         }
     });
 }

@@ -11,7 +11,7 @@ namespace kd::ops {
 namespace {
 
 // Work is cut into pieces of one expert: this many rows of a matrix, for this many (row, slot) pairs at a time.
-constexpr int kMatrixRows = 32;
+constexpr int kMatrixRows = 32;  // also what w4_order works on
 constexpr int kPairs = 24;
 
 const uint32_t* row_q(const W4& w, int expert, int row) {
@@ -99,11 +99,16 @@ void moe(Rows y, Rows h, Dev<int32_t> expert, Dev<float> weight, const Experts& 
     const int slots = s.experts_per_token, hidden = w.gate_up.k, inter = w.down.k;
     const size_t pairs = static_cast<size_t>(n_rows) * static_cast<size_t>(slots), wide = static_cast<size_t>(inter);
     const Lists lists = group(raw(expert), n_rows, slots, w.count);
+    float* const in_order =
+        cpu::scratch<float>(cpu::Use::moe_rows, static_cast<size_t>(n_rows) * static_cast<size_t>(hidden));
     float* const acts = cpu::scratch<float>(cpu::Use::moe_inter, pairs * wide);
     float* const outs = cpu::scratch<float>(cpu::Use::moe_out, pairs * static_cast<size_t>(hidden));
     const double pairs_per_expert = static_cast<double>(pairs) / lists.n_active;
 
-    // acts[pair] = silu(gate h) * up h
+    for (int r = 0; r < n_rows; r++)
+        cpu::kernels().w4_order(in_order + static_cast<size_t>(r) * static_cast<size_t>(hidden), raw(h, r), hidden);
+
+    // acts[pair] = silu(gate h) * up h, in w4 order
     const int up_pieces = (inter + kMatrixRows - 1) / kMatrixRows;
     cpu::parallel_for(lists.n_active * up_pieces, cpu::grain_for(pairs_per_expert * 2 * kMatrixRows * hidden),
                       [&](int begin, int end) {
@@ -114,14 +119,16 @@ void moe(Rows y, Rows h, Dev<int32_t> expert, Dev<float> weight, const Experts& 
                               const int n = std::min(kMatrixRows, inter - i);
                               for (int p = lists.begin[e]; p < lists.begin[e + 1]; p += kPairs) {
                                   const int some = std::min(kPairs, lists.begin[e + 1] - p);
-                                  const cpu::RowsIn in{raw(h), static_cast<size_t>(h.stride), lists.row + p};
+                                  const cpu::RowsIn in{in_order, static_cast<size_t>(hidden), lists.row + p};
                                   kernels.dot_w4(gate, kMatrixRows, in, some, row_q(w.gate_up, e, i),
                                                  row_s(w.gate_up, e, i), n, hidden);
                                   kernels.dot_w4(up, kMatrixRows, in, some, row_q(w.gate_up, e, inter + i),
                                                  row_s(w.gate_up, e, inter + i), n, hidden);
-                                  for (int k = 0; k < some; k++)
-                                      kernels.swiglu(acts + static_cast<size_t>(p + k) * wide + i,
-                                                     gate + k * kMatrixRows, up + k * kMatrixRows, n);
+                                  for (int k = 0; k < some; k++) {
+                                      float* g = gate + k * kMatrixRows;
+                                      kernels.swiglu(g, g, up + k * kMatrixRows, n);
+                                      kernels.w4_order(acts + static_cast<size_t>(p + k) * wide + i, g, n);
+                                  }
                               }
                           }
                       });

@@ -275,11 +275,7 @@ void sample(const Choice& out, Dev<float> logits, Dev<const Sampling> sampling, 
             Chosen& chosen = mine[i];
             chosen.token = choose(row, best, how, position, s.vocab);
             chosen.hash = how.want_hash ? hash_row(row) : 0;
-            chosen.logprob = 0;
-            if (!how.want_logprob) continue;
-            row.each([&](float logit, int id) {
-                if (id == chosen.token) chosen.logprob = log_probability(logit, log_sum_exp(row, best.logit));
-            });
+            chosen.logprob = how.want_logprob ? log_probability(row.at(chosen.token), log_sum_exp(row, best.logit)) : 0;
         }
     });
     const Shared all = share_filled(bytes);

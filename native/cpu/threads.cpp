@@ -157,6 +157,11 @@ Pool* pool() {
     return p && p->workers() > 0 ? p : nullptr;
 }
 
+int threads() {
+    const Pool* p = pool();
+    return p ? p->workers() + 1 : 1;
+}
+
 int grain_for(double ops_per_index) {
     constexpr double kOpsPerChunk = 100e3;  // about 10 us of one core with AVX2; a claim costs well under 1 us
     return static_cast<int>(std::clamp(kOpsPerChunk / std::max(ops_per_index, 1.0), 1.0, 1e9));

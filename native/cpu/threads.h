@@ -51,6 +51,7 @@ class Pool {
 
 // The pool of the bound rank; nullptr inside a region (a nested loop runs where it is) or if the rank has one thread.
 Pool* pool();
+int threads();  // that a loop started here would run on
 
 // body(begin, end) over [0, n), at least `grain` indices at a time except at the end, on the bound rank's threads and
 // this one; complete on return. Which indices share a call is free, so results must not depend on it.

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "error.h"
 #include "ops.h"
 #include "threads.h"
 #include "vocab.h"
@@ -31,6 +32,7 @@ void best_k(std::vector<Candidate>& best, const VocabRow& row, size_t k) {
 }  // namespace
 
 void top_logprobs(Dev<int32_t> id, Dev<float> logprob, Dev<float> logits, int n_rows, int k, const Shape& s) {
+    KD_CHECK(k >= 1 && k <= s.vocab);
     const VocabRows rows(logits, s);
     const size_t width = static_cast<size_t>(k);
     const size_t row_bytes = width * (sizeof(int32_t) + sizeof(float));  // ids, then logprobs

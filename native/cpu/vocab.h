@@ -26,7 +26,9 @@ struct Candidate {
 };
 
 // The order among tokens: larger logit first, of equals the lowest id.
-inline bool better(const Candidate& a, const Candidate& b) { return a.logit != b.logit ? a.logit > b.logit : a.id < b.id; }
+inline bool better(const Candidate& a, const Candidate& b) {
+    return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
+}
 
 // One row: ids in ascending order, in as many slices as there are ranks.
 struct VocabRow {
@@ -36,6 +38,12 @@ struct VocabRow {
         int n;
     } slice[KD_MAX_TP];
     int slices;
+
+    float at(int id) const {
+        int i = 0;
+        while (id >= slice[i].begin + slice[i].n) i++;
+        return known(slice[i].logits[id - slice[i].begin]);
+    }
 
     // visit(logit, id) in id order, NaN as -inf
     template <class F>

@@ -60,7 +60,6 @@ void Engine::check_process() const {
 }
 
 void Engine::check_alive() const {
-    check_process();
     if (fatal_) {
         std::lock_guard lock(state_mutex_);
         throw Error(KD_E_FATAL, fatal_sentence_);
@@ -90,7 +89,6 @@ kd_model_info Engine::info() {
 }
 
 kd_stats Engine::stats() {
-    check_process();  // a latched engine still shows its counters
     std::lock_guard lock(state_mutex_);
     kd_stats s = stats_;
     s.state = fatal_ ? KD_STATE_FATAL
@@ -196,7 +194,6 @@ void Engine::score(const int32_t* tokens, uint32_t n, float* logits) {
 }
 
 int Engine::poll(char* events, uint32_t stride, uint32_t capacity, uint32_t timeout_ms) {
-    check_process();  // a latched engine's last events can still be read
     const int n = ring_.poll(events, stride, capacity, timeout_ms);
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (n && ring_blocked_.exchange(false)) post([] {});

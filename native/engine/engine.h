@@ -60,7 +60,7 @@ class Engine {
     explicit Engine(const Options& options);
     ~Engine();
 
-    // All [any] unless noted; they throw Error.
+    // All [any] unless noted; they throw Error. Once latched, stats() and poll() still work: what happened can be read.
     void load(LoadPlan plan);
     void load_wait(uint32_t timeout_ms);
     void load_cancel();
@@ -80,7 +80,7 @@ class Engine {
     uint64_t use_builder(const char* name, int budget, uint64_t id);
     bool has_token_bytes() const { return token_bytes_; }
     void check_process() const;  // throws KD_E_FORKED in a child process
-    void check_alive() const;    // the same, and KD_E_FATAL once latched
+    void check_alive() const;    // throws KD_E_FATAL once latched
 
   private:
     friend struct EngineProbe;  // native/probe_engine.cpp: breaks things for tests

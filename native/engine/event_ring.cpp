@@ -35,7 +35,7 @@ void EventRing::push(const kd_event& event, std::string_view text, int place) {
     Slot& slot = slots_[pushed_ % capacity_];
     slot.event = event;
     slot.place = place;
-    memcpy(slot.text, text.data(), text.size());
+    text.copy(slot.text, text.size());
     slot.event.text = slot.text;
     slot.event.text_length = uint32_t(text.size());
     if (place >= 0) unpolled_[place].fetch_add(1, std::memory_order_relaxed);

@@ -1,10 +1,10 @@
 // What a config.json means: pure, from text to numbers.
 //
-// Accepted: the text models of the Kimi K2 family (DeepseekV3ForCausalLM, or KimiK25ForConditionalGeneration with the text model
-// in `text_config`), with experts in compressed-tensors' INT4 groups of 32; and DFlash drafters of the qwen3 kind. Whatever a
-// config says that this engine would compute differently is refused by name. Keys nobody here knows are ignored, unless
-// their name says that they change the arithmetic (a bias, a window, a scaling, ...) and their value is not "off".
-// All failures are Error(KD_E_MODEL).
+// Accepted: the text models of the Kimi K2 family (DeepseekV3ForCausalLM, or KimiK25ForConditionalGeneration with the
+// text model in `text_config`), with experts in compressed-tensors' INT4 groups of 32; and DFlash drafters of the
+// qwen3 kind. Whatever a config says that this engine would compute differently is refused by name. Keys nobody here
+// knows are ignored, unless their name says that they change the arithmetic (a bias, a window, a scaling, ...) and
+// their value is not "off". All failures are Error(KD_E_MODEL).
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 
 namespace kd::model {
 
-// Largest values accepted. They keep every count of elements of one matrix within int and every row within a read chunk.
+// Largest values accepted. They keep every count of rows and columns within int, and every row within a read chunk.
 constexpr int kMaxHidden = 65'536;  // hidden, intermediate and low-rank sizes
 constexpr int kMaxLayers = 1'024;
 constexpr int kMaxHeads = 1'024;
@@ -44,11 +44,13 @@ struct Rotary {
 
 // Radians a position for each of dim / 2 pairs, as transformers' yarn (all lengths alike).
 std::vector<double> rope_frequencies(const Rotary& rotary, int dim);
-// What cosine and sine are multiplied by. kYarn: transformers' rule, attention_factor, else the ratio of both mscales, else
-// 0.1 ln(factor) + 1. kDeepseekYarn: DeepSeek's own, where a missing mscale is 1 and a missing mscale_all_dim 0.
+// What cosine and sine are multiplied by. kYarn: transformers' rule, attention_factor, else the ratio of both
+// mscales, else 0.1 ln(factor) + 1. kDeepseekYarn: DeepSeek's own, where a missing mscale is 1 and a missing
+// mscale_all_dim 0.
 double rope_amplitude(const Rotary& rotary);
 
-// What the target multiplies attention scores by, beside (nope + rope)^-0.5: get_mscale(factor, mscale_all_dim) squared.
+// What the target multiplies attention scores by, beside (nope + rope)^-0.5: get_mscale(factor, mscale_all_dim)
+// squared.
 double softmax_mscale(const Rotary& rotary);
 
 struct Config {

@@ -17,6 +17,7 @@ namespace {
 constexpr std::string_view kHarmless[] = {
     "_attn_implementation",
     "_attn_implementation_autoset",
+    "_pre_quantization_dtype",
     "add_cross_attention",
     "architectures",
     "attention_dropout",
@@ -41,6 +42,7 @@ constexpr std::string_view kHarmless[] = {
     "forced_eos_token_id",
     "id2label",
     "ignore_index",
+    "image_token_index",
     "initializer_range",
     "is_decoder",
     "is_encoder_decoder",
@@ -86,7 +88,10 @@ constexpr std::string_view kHarmless[] = {
     "use_cache",
     "use_unified_vision_chunk",
     "video_placeholder",
+    "video_token_index",
     "vision_config",
+    "vision_feature_layer",
+    "vision_feature_select_strategy",
 };
 
 static_assert(std::is_sorted(std::begin(kHarmless), std::end(kHarmless)));

@@ -1,9 +1,9 @@
 // A strict reader of JSON (RFC 8259) for input nobody vouches for.
 //
-// Stricter than the RFC: the text is UTF-8 without a byte order mark, an object's keys are distinct, integers fit int64, other
-// numbers fit a finite double, strings hold no zero character and no lone surrogate, nesting stops at kMaxDepth.
-// All failures are Error(KD_E_MODEL) with the byte offset. Nothing is allocated that the text has not paid for: memory is
-// at most a constant times the text's size.
+// Stricter than the RFC: the text is UTF-8 without a byte order mark, an object's keys are distinct, integers fit
+// int64, other numbers fit a finite double, strings hold no zero character and no lone surrogate, nesting stops at
+// kMaxDepth. All failures are Error(KD_E_MODEL) with the byte offset. Nothing is allocated that the text has not paid
+// for: memory is at most a constant times the text's size.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 // From a Hugging Face folder to one kd::Model a rank.
 //
-// The folder: config.json, generation_config.json (optional), model.safetensors or model.safetensors.index.json with its
-// shards, and draft/ (optional) with a config.json and the same kinds of files. What a config means is decided in
+// The folder: config.json, generation_config.json (optional), model.safetensors or model.safetensors.index.json with
+// its shards, and draft/ (optional) with a config.json and the same kinds of files. What a config means is decided in
 // config.h, what a safetensors header may say in safetensors.h.
 //
 // Nothing in the folder is trusted. Every tensor the model needs is there exactly once with the right element type and
@@ -57,8 +57,8 @@ struct Info {
     std::vector<int32_t> stop_ids;  // config.json and generation_config.json together, ascending; <= KD_MAX_STOP_IDS
 };
 
-// A loaded model. Destroy it while the group it was loaded on is alive and no step runs; that frees the weights and leaves
-// the calling thread bound to the last rank.
+// A loaded model. Destroy it while the group it was loaded on is alive and no step runs; that frees the weights and
+// leaves the calling thread bound to the last rank.
 struct Loaded {
     std::vector<Model> ranks;
     Info info;
@@ -78,10 +78,10 @@ struct Loaded {
     std::vector<void*> arenas_;
 };
 
-// Load the folder for `tp` ranks of `group` (the group's size). Blocks; binds the calling thread to each rank in turn while it
-// fills that rank's memory, and leaves it bound to one of them.
-// Throws Error: KD_E_IO (a file that cannot be opened or read), KD_E_MODEL (damaged, incomplete, of another kind, or not
-// divisible by tp), KD_E_NOMEM, KD_E_CANCELLED. Whatever is thrown, the memory is back by then.
+// Load the folder for `tp` ranks of `group` (the group's size). Blocks; binds the calling thread to each rank in turn
+// while it fills that rank's memory, and leaves it bound to one of them. Throws Error: KD_E_IO (a file that cannot be
+// opened or read), KD_E_MODEL (damaged, incomplete, of another kind, or not divisible by tp), KD_E_NOMEM,
+// KD_E_CANCELLED. Whatever is thrown, the memory is back by then.
 std::unique_ptr<Loaded> load(const std::string& path, const DraftChoice& draft, device::Group& group, int tp,
                              Progress& progress);
 

@@ -1,5 +1,5 @@
-// Where everything goes: one layout of a rank's memory, the same offsets on every rank, and for each tensor of the files
-// the places its rows go to.
+// Where everything goes: one layout of a rank's memory, the same offsets on every rank, and for each tensor of the
+// files the places its rows go to.
 #pragma once
 
 #include <functional>
@@ -90,7 +90,8 @@ class Collector {
     void vector(const std::string& name, uint64_t n, uint64_t at);
     void shape(const std::string& name, uint64_t out, uint64_t in);
 
-    // Everything the model needs is known: refuses a tensor that is left over unless `skip` says that it is none of ours.
+    // Everything the model needs is known: refuses a tensor that is left over unless `skip` says that it is none of
+    // ours.
     Plan finish(const std::function<bool(std::string_view)>& skip);
 
   private:
@@ -108,7 +109,8 @@ RopeSlabs lay_out_target(Model& model, uint64_t& expert_bytes, Layout& layout, C
                          const Shape& shape);
 RopeSlabs lay_out_draft(Model& model, Layout& layout, Collector* collector, const DraftShape& shape, int max_positions);
 
-// The tensors of the target's folder that a text model does not need: vision, multi-token prediction, stored rope tables.
+// The tensors of the target's folder that a text model does not need: vision, multi-token prediction, stored rope
+// tables.
 bool is_skipped(std::string_view name, std::string_view prefix, const Config& config);
 // What stands before a folder's names: "language_model." or nothing; "model." or nothing.
 std::string target_prefix(const Checkpoint& files);

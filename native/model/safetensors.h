@@ -49,7 +49,8 @@ uint64_t header_bytes(const uint8_t prefix[kPrefixBytes], uint64_t file_bytes, c
 // `bytes`: prefix and header, header_bytes() of them.
 Header parse(std::string_view bytes, uint64_t file_bytes, const std::string& where);
 
-// model.safetensors.index.json: tensor name -> file name. File names are plain names ending in ".safetensors": no folder.
+// model.safetensors.index.json: tensor name -> file name. File names are plain names ending in ".safetensors": no
+// folder.
 struct Index {
     std::vector<std::string> files;                   // distinct, ascending
     std::unordered_map<std::string, size_t> file_of;  // index into files

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "error.h"
+#include "structs.h"
 
 namespace kd::tree {
 namespace {
@@ -15,17 +16,6 @@ constexpr const kd_tree_builder* kBuiltIn[] = {&none, &chain, &heap};
 constexpr int kDefaultHeapBudget = 8;
 constexpr size_t kMaxName = sizeof(kd_builder_info::name) - 1;
 constexpr size_t kMaxDescription = sizeof(kd_builder_info::description) - 1;
-
-// The rule of kd.h for sizes: smaller than the first version is a mistake, larger is a newer caller who may use only
-// what this library knows.
-template <class T>
-void check_size(const T* s, const char* what) {
-    if (s->size < sizeof(T)) fail(KD_E_SIZE, "%s: size is %u, must be at least %zu", what, s->size, sizeof(T));
-    const auto* bytes = reinterpret_cast<const unsigned char*>(s);
-    for (size_t i = sizeof(T); i < s->size; i++) {
-        if (bytes[i] != 0) fail(KD_E_TOO_NEW, "%s: byte %zu is set, but this library knows only %zu", what, i, sizeof(T));
-    }
-}
 
 }  // namespace
 
@@ -75,7 +65,7 @@ Registry::Registry() {
 
 const Builder& Registry::add(const kd_tree_builder* builder) {
     if (!builder) fail(KD_E_INVALID, "builder is NULL: pass a kd_tree_builder");
-    check_size(builder, "kd_tree_builder");
+    check_input(builder, "kd_tree_builder");
     if (builder->abi != KD_BUILDER_ABI) {
         fail(KD_E_INVALID, "builder has ABI %u, this library takes %d: compile it against this kd.h", builder->abi,
              KD_BUILDER_ABI);
@@ -198,8 +188,8 @@ int cut_trees(const Planted* trees, int n_streams, int max_rows) {
 
 void build_offline(const char* name, const kd_tree_in* in, kd_tree_out* out) {
     if (!name || !in || !out) fail(KD_E_INVALID, "kd_builder_build: name, in and out must not be NULL");
-    check_size(in, "kd_tree_in");
-    check_size(out, "kd_tree_out");
+    check_input(in, "kd_tree_in");
+    check_input(out, "kd_tree_out");
     const kd_tree_builder* builder = nullptr;
     for (const kd_tree_builder* known : kBuiltIn) {
         if (!std::strcmp(known->name, name)) builder = known;
