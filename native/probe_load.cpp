@@ -7,6 +7,7 @@
 #include "device.h"
 #include "error.h"
 #include "model/config.h"
+#include "model/files.h"
 #include "model/hash.h"
 #include "model/json.h"
 #include "model/load.h"
@@ -297,6 +298,14 @@ KD_PROBE int kd_probe_config(const char* config, const char* generation, const c
             m.add("draft", dump(d.shape)).add("draft_rope", dump(d.rotary, d.shape.head_dim));
         }
         give(out, capacity, m.text());
+    });
+}
+
+// Read `n` bytes from `offset` of a file that may have shrunk since its header was read.
+KD_PROBE int kd_probe_read(const char* folder, const char* name, uint64_t offset, size_t n) {
+    return guarded([&] {
+        std::vector<uint8_t> bytes(n);
+        kd::model::Folder(folder).open(name)->read(bytes.data(), n, offset, "tensor 'x'");
     });
 }
 

@@ -69,7 +69,7 @@ struct Experts {
 // ---- model ----------------------------------------------------------------------------------------------------------
 
 struct Rope {
-    Dev<const float> cos;  // [max_positions][pairs], amplitude included
+    Dev<const float> cos;  // [max_positions + KD_MAX_DEPTH][pairs], amplitude included
     Dev<const float> sin;
     int pairs = 0;
 };

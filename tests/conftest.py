@@ -1,24 +1,45 @@
 """What tests share: the libraries, built when they are stale, and the model folders."""
 
 import fcntl
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
+for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):  # before numpy: workers of pytest-xdist share the cores
+    os.environ.setdefault(variable, "1")
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def build(target: str) -> Path:
-    """Run build/make.sh for one target; workers of pytest-xdist take turns."""
+LIBRARIES = {"cpu": "libkd_cpu.so", "test": "libkd_cpu_test.so"}  # by target of build/make.sh
+
+
+def run_build(target: str) -> subprocess.CompletedProcess:
+    """build/make.sh for one target; workers of pytest-xdist take turns."""
     out = ROOT / "build" / "out"
     out.mkdir(parents=True, exist_ok=True)
     with open(out / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        done = subprocess.run([ROOT / "build" / "make.sh", target], capture_output=True, text=True)
+        return subprocess.run([ROOT / "build" / "make.sh", target], capture_output=True, text=True)
+
+
+def build(target: str) -> Path:
+    done = run_build(target)
     if done.returncode != 0:
         pytest.fail(f"build/make.sh {target} failed:\n{done.stderr[-4000:]}", pytrace=False)
-    return out / {"cpu": "libkd_cpu.so", "test": "libkd_cpu_test.so"}[target]
+    return ROOT / "build" / "out" / LIBRARIES[target]
+
+
+def pytest_collection_finish(session):
+    """Builds what the chosen tests need before the first one's clock starts: a cold build may outlast a test's timeout."""
+    if session.config.option.collectonly:
+        return
+    wanted = {name for item in session.items for name in getattr(item, "fixturenames", ())}
+    for fixture, target in {"library": "cpu", "test_library": "test"}.items():
+        if fixture in wanted:
+            run_build(target)  # a failure is told by the fixture
 
 
 @pytest.fixture(scope="session")

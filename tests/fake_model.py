@@ -4,38 +4,85 @@
     write_model(folder, **{**SMALL3, "seed": 7, "shards": 2})
 
 Every embedding shares a component with the head rows of a few popular tokens. So greedy text moves among these, decided
-by the context, and a random drafter, which sees that component too, is right now and then: on SMALL3 a chain keeps about
-1.3 rows a round, a heap of 60 nodes 2.2.
+by the context, and a random drafter, which sees that component too, is right now and then: on SMALL3 a chain keeps 1.3
+rows a round, a heap of 60 nodes 2.2.
 """
 
 import json
 from pathlib import Path
 
 import numpy as np
-
 from ref.base import bf16, pack4
 
-YARN = dict(type="yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0, mscale=1.0,
-            mscale_all_dim=1.0)  # fmt: skip
+YARN = {
+    "type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 
-SMALL3 = dict(
-    seed=1, hidden=64, layers=3, dense_layers=1, heads=8, q_lora=48, kv_lora=32, nope=16, rope=8, v_head=16, inter=256,
-    moe_inter=256, experts=8, topk=2, shared=1, vocab=259, max_positions=1024, yarn=YARN,
-    draft=dict(layers=1, heads=8, kv_heads=8, head_dim=16, inter=256, block=16, taps=[0, 1, 2], window=None),
-)  # fmt: skip
+SMALL3 = {
+    "seed": 1,
+    "hidden": 64,
+    "layers": 3,
+    "dense_layers": 1,
+    "heads": 8,
+    "q_lora": 48,
+    "kv_lora": 32,
+    "nope": 16,
+    "rope": 8,
+    "v_head": 16,
+    "inter": 256,
+    "moe_inter": 256,
+    "experts": 8,
+    "topk": 2,
+    "shared": 1,
+    "vocab": 259,
+    "max_positions": 1024,
+    "yarn": YARN,
+    "draft": {
+        "layers": 1,
+        "heads": 8,
+        "kv_heads": 8,
+        "head_dim": 16,
+        "inter": 256,
+        "block": 16,
+        "taps": [0, 1, 2],
+        "window": None,
+    },
+}
 
 POPULAR = 8  # tokens the head favours, spread over the vocabulary
 
 QUANTIZATION = {
-    "config_groups": {"group_0": {
-        "input_activations": None, "output_activations": None, "targets": ["Linear"],
-        "weights": {"actorder": None, "block_structure": None, "dynamic": False, "group_size": 32, "num_bits": 4,
-                    "observer": "minmax", "observer_kwargs": {}, "strategy": "group", "symmetric": True, "type": "int"},
-    }},
+    "config_groups": {
+        "group_0": {
+            "input_activations": None,
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {
+                "actorder": None,
+                "block_structure": None,
+                "dynamic": False,
+                "group_size": 32,
+                "num_bits": 4,
+                "observer": "minmax",
+                "observer_kwargs": {},
+                "strategy": "group",
+                "symmetric": True,
+                "type": "int",
+            },
+        }
+    },
     "format": "pack-quantized",
     "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
-    "kv_cache_scheme": None, "quant_method": "compressed-tensors", "quantization_status": "compressed",
-}  # fmt: skip
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}
 
 DTYPE = {"uint16": "BF16", "int32": "I32", "float32": "F32"}
 
@@ -110,7 +157,9 @@ def target_tensors(rng, c):
             make.mlp(f"{layer}.mlp", hidden, c["inter"])
             continue
         make.matrix(f"{layer}.mlp.gate", c["experts"], hidden, gain=1.5)
-        make.tensors[f"{layer}.mlp.gate.e_score_correction_bias"] = (0.05 * rng.standard_normal(c["experts"])).astype(np.float32)
+        make.tensors[f"{layer}.mlp.gate.e_score_correction_bias"] = (0.05 * rng.standard_normal(c["experts"])).astype(
+            np.float32
+        )
         for e in range(c["experts"]):
             make.mlp(f"{layer}.mlp.experts.{e}", hidden, c["moe_inter"], make.packed)
         if c["shared"]:
@@ -139,76 +188,185 @@ def draft_tensors(rng, c, d):
 
 
 def target_config(c):
-    special = dict(bos_token_id=c["vocab"] - 4, eos_token_id=c["vocab"] - 3, pad_token_id=c["vocab"] - 1)
+    special = {"bos_token_id": c["vocab"] - 4, "eos_token_id": c["vocab"] - 3, "pad_token_id": c["vocab"] - 1}
     text = dict(
-        architectures=["DeepseekV3ForCausalLM"], model_type="kimi_k2", dtype="bfloat16", hidden_act="silu",
-        hidden_size=c["hidden"], num_hidden_layers=c["layers"], first_k_dense_replace=c["dense_layers"], moe_layer_freq=1,
-        num_attention_heads=c["heads"], num_key_value_heads=c["heads"], q_lora_rank=c["q_lora"],
-        kv_lora_rank=c["kv_lora"], qk_nope_head_dim=c["nope"], qk_rope_head_dim=c["rope"], v_head_dim=c["v_head"],
-        intermediate_size=c["inter"], moe_intermediate_size=c["moe_inter"], n_routed_experts=c["experts"],
-        num_experts_per_tok=c["topk"], n_shared_experts=c["shared"], n_group=1, topk_group=1, topk_method="noaux_tc",
-        scoring_func="sigmoid", norm_topk_prob=True, routed_scaling_factor=2.827, vocab_size=c["vocab"],
-        max_position_embeddings=c["max_positions"], rope_theta=50000.0, rope_scaling=c["yarn"], rms_norm_eps=1e-5,
-        attention_bias=False, attention_dropout=0.0, num_nextn_predict_layers=0, tie_word_embeddings=False, use_cache=True,
-        quantization_config=QUANTIZATION, **special,
-    )  # fmt: skip
+        architectures=["DeepseekV3ForCausalLM"],
+        model_type="kimi_k2",
+        dtype="bfloat16",
+        hidden_act="silu",
+        hidden_size=c["hidden"],
+        num_hidden_layers=c["layers"],
+        first_k_dense_replace=c["dense_layers"],
+        moe_layer_freq=1,
+        num_attention_heads=c["heads"],
+        num_key_value_heads=c["heads"],
+        q_lora_rank=c["q_lora"],
+        kv_lora_rank=c["kv_lora"],
+        qk_nope_head_dim=c["nope"],
+        qk_rope_head_dim=c["rope"],
+        v_head_dim=c["v_head"],
+        intermediate_size=c["inter"],
+        moe_intermediate_size=c["moe_inter"],
+        n_routed_experts=c["experts"],
+        num_experts_per_tok=c["topk"],
+        n_shared_experts=c["shared"],
+        n_group=1,
+        topk_group=1,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        norm_topk_prob=True,
+        routed_scaling_factor=2.827,
+        vocab_size=c["vocab"],
+        max_position_embeddings=c["max_positions"],
+        rope_theta=50000.0,
+        rope_scaling=c["yarn"],
+        rms_norm_eps=1e-5,
+        attention_bias=False,
+        attention_dropout=0.0,
+        num_nextn_predict_layers=0,
+        tie_word_embeddings=False,
+        use_cache=True,
+        quantization_config=QUANTIZATION,
+        **special,
+    )
     if not c["prefix"]:
         return text
-    return dict(architectures=["KimiK25ForConditionalGeneration"], model_type="kimi_k25", dtype="bfloat16",
-                tie_word_embeddings=False, text_config=text, vision_config={"hidden_size": 8}, **special)  # fmt: skip
+    return dict(
+        architectures=["KimiK25ForConditionalGeneration"],
+        model_type="kimi_k25",
+        dtype="bfloat16",
+        tie_word_embeddings=False,
+        text_config=text,
+        vision_config={"hidden_size": 8},
+        **special,
+    )
 
 
 def draft_config(c, d):
     window = d.get("window") or [0] * d["layers"]
-    window = [window] * (d["layers"] - 1) + [0] if isinstance(window, int) else window  # the published: all but the last
+    window = (
+        [window] * (d["layers"] - 1) + [0] if isinstance(window, int) else window
+    )  # the published: all but the last
     sizes = set(window) - {0}
     assert len(sizes) <= 1, "a drafter's config has one sliding_window"
-    return dict(
-        architectures=["DFlashDraftModel"], model_type="qwen3", dtype="bfloat16", hidden_act="silu", attention_bias=False,
-        attention_dropout=0.0, hidden_size=c["hidden"], num_hidden_layers=d["layers"], num_target_layers=c["layers"],
-        num_attention_heads=d["heads"], num_key_value_heads=d["kv_heads"], head_dim=d["head_dim"],
-        intermediate_size=d["inter"], vocab_size=c["vocab"], block_size=d["block"], rms_norm_eps=1e-5,
-        max_position_embeddings=c["max_positions"], rope_theta=50000.0, rope_scaling=d.get("yarn"),
-        dflash_config=dict(mask_token_id=c["vocab"] - 2, target_layer_ids=list(d["taps"])), is_causal=False,
-        layer_types=["sliding_attention" if w else "full_attention" for w in window], max_window_layers=d["layers"],
-        sliding_window=sizes.pop() if sizes else None, use_sliding_window=any(window), tie_word_embeddings=False,
-        bos_token_id=c["vocab"] - 4, eos_token_id=c["vocab"] - 3, pad_token_id=c["vocab"] - 1, use_cache=True,
-    )  # fmt: skip
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "dtype": "bfloat16",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_size": c["hidden"],
+        "num_hidden_layers": d["layers"],
+        "num_target_layers": c["layers"],
+        "num_attention_heads": d["heads"],
+        "num_key_value_heads": d["kv_heads"],
+        "head_dim": d["head_dim"],
+        "intermediate_size": d["inter"],
+        "vocab_size": c["vocab"],
+        "block_size": d["block"],
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": c["max_positions"],
+        "rope_theta": 50000.0,
+        "rope_scaling": d.get("yarn"),
+        "dflash_config": {"mask_token_id": c["vocab"] - 2, "target_layer_ids": list(d["taps"])},
+        "is_causal": False,
+        "layer_types": ["sliding_attention" if w else "full_attention" for w in window],
+        "max_window_layers": d["layers"],
+        "sliding_window": sizes.pop() if sizes else None,
+        "use_sliding_window": any(window),
+        "tie_word_embeddings": False,
+        "bos_token_id": c["vocab"] - 4,
+        "eos_token_id": c["vocab"] - 3,
+        "pad_token_id": c["vocab"] - 1,
+        "use_cache": True,
+    }
 
 
 def write_json(path, value):
     path.write_text(json.dumps(value, indent=2))
 
 
-def write_model(folder, *, seed, hidden, layers, dense_layers, heads, q_lora, kv_lora, nope, rope, v_head, inter, moe_inter,
-                experts, topk, shared, vocab, max_positions, yarn=None, draft=None, shards=1, prefix=""):
+def write_model(
+    folder,
+    *,
+    seed,
+    hidden,
+    layers,
+    dense_layers,
+    heads,
+    q_lora,
+    kv_lora,
+    nope,
+    rope,
+    v_head,
+    inter,
+    moe_inter,
+    experts,
+    topk,
+    shared,
+    vocab,
+    max_positions,
+    yarn=None,
+    draft=None,
+    shards=1,
+    prefix="",
+):
     """Write a checkpoint folder and return its path.
 
     yarn: the config's rope_scaling, or None. draft: None, or dict(layers, heads, kv_heads, head_dim, inter, block, taps,
-    window, yarn), written to <folder>/draft; window: None, one int (all layers but the last slide), or a list with 0 for
-    full attention. prefix "language_model." nests the config and adds a vision tensor, as Kimi K2.5 does. hidden and
-    moe_inter are multiples of 32. The mask token is vocab - 2; end of sequence is vocab - 3.
+    window, yarn), written to <folder>/draft; its window is None, one int (all layers but the last slide), or a list with
+    0 for full attention. prefix "language_model." nests the config and adds a vision tensor, as Kimi K2.5 does. hidden
+    and moe_inter are multiples of 32. The mask token is vocab - 2; end of sequence is vocab - 3.
     """
-    c = dict(hidden=hidden, layers=layers, dense_layers=dense_layers, heads=heads, q_lora=q_lora, kv_lora=kv_lora, nope=nope,
-             rope=rope, v_head=v_head, inter=inter, moe_inter=moe_inter, experts=experts, topk=topk, shared=shared, vocab=vocab,
-             max_positions=max_positions, yarn=yarn, prefix=prefix)  # fmt: skip
+    c = {
+        "hidden": hidden,
+        "layers": layers,
+        "dense_layers": dense_layers,
+        "heads": heads,
+        "q_lora": q_lora,
+        "kv_lora": kv_lora,
+        "nope": nope,
+        "rope": rope,
+        "v_head": v_head,
+        "inter": inter,
+        "moe_inter": moe_inter,
+        "experts": experts,
+        "topk": topk,
+        "shared": shared,
+        "vocab": vocab,
+        "max_positions": max_positions,
+        "yarn": yarn,
+        "prefix": prefix,
+    }
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {prefix + name: a for name, a in target_tensors(np.random.default_rng(seed), c).items()}
     if prefix:
         tensors["vision_tower.patch_embed.weight"] = bf16(np.ones((8, 8)))
     write_json(folder / "config.json", target_config(c))
-    write_json(folder / "generation_config.json", dict(bos_token_id=vocab - 4, eos_token_id=[vocab - 3], pad_token_id=vocab - 1))
+    write_json(
+        folder / "generation_config.json",
+        {"bos_token_id": vocab - 4, "eos_token_id": [vocab - 3], "pad_token_id": vocab - 1},
+    )
     names = sorted(tensors)
-    files = ["model.safetensors"] if shards == 1 else [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)]
+    files = (
+        ["model.safetensors"]
+        if shards == 1
+        else [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)]
+    )
     weight_map = {name: files[i * shards // len(names)] for i, name in enumerate(names)}
     for file in files:
         write_safetensors(folder / file, {name: tensors[name] for name in names if weight_map[name] == file})
     if shards > 1:
         total = sum(a.nbytes for a in tensors.values())
-        write_json(folder / "model.safetensors.index.json", dict(metadata=dict(total_size=total), weight_map=weight_map))
+        write_json(
+            folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map}
+        )
     if draft:
         (folder / "draft").mkdir(exist_ok=True)
         write_json(folder / "draft" / "config.json", draft_config(c, draft))
-        write_safetensors(folder / "draft" / "model.safetensors", draft_tensors(np.random.default_rng([seed, 1]), c, draft))
+        write_safetensors(
+            folder / "draft" / "model.safetensors", draft_tensors(np.random.default_rng([seed, 1]), c, draft)
+        )
     return folder

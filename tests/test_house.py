@@ -57,6 +57,7 @@ PARTS = {  # files that belong to another part than their folder or stem says
     "step_view": "rank",
     "engine/team": "team",
     "engine/clock": "team",
+    "engine/threads": "team",
 }
 MAY_INCLUDE = {
     "contracts": {"contracts"},
@@ -276,10 +277,13 @@ LONGER: dict[str, int] = {}  # files that were longer when the rule came; a numb
 
 
 def test_no_file_grows_too_long():
+    found = []
     for path in tree():
         if path.suffix in {".py", ".cpp", ".cu", ".h", ".c", ".sh"}:
             lines = len(path.read_text().splitlines())
-            assert lines <= LONGER.get(name(path), LONGEST), f"{name(path)} has {lines} lines: split it by what it says"
+            if lines > LONGER.get(name(path), LONGEST):
+                found.append(f"{name(path)} has {lines} lines: split it by what it says")
+    assert not found, "\n".join(found)
 
 
 def test_exceptions_to_the_length_are_still_needed():

@@ -1,8 +1,8 @@
 // The inner loops that are compiled once per instruction set (kernels_plain, _avx2, _avx512.cpp, all from
 // kernels_impl.h) and chosen when the group is opened. Everything around them is compiled once, for any machine.
 //
-// Sums over k run in 16 lanes: lane i adds elements i, i + 16, ... in order, then the lanes are added pairwise (8 apart,
-// 4, 2, 1). Every element of a result is computed alone in that order, so tiling, grouping and threads change nothing.
+// Sums over k run in 16 lanes: lane i adds elements i, i + 16, ... in order, then the lanes are added in pairs (8, 4,
+// 2, 1 apart). Every element of a result is computed alone in that order, so tiling and threads change nothing.
 // AVX2 and AVX-512 give the same bits (both fuse multiply and add); plain does not fuse.
 //
 // This header is included by files built with -mavx512*: only plain declarations, nothing inline, no library types.
@@ -41,8 +41,8 @@ struct Kernels {
     // y[r * y_stride + j] = sum_k x[r][k] w[j][k] for r < rows, j < n.
     void (*dot_bf16)(float* y, size_t y_stride, RowsIn x, int rows, const uint16_t* w, int n, int k);
     void (*dot_f32)(float* y, size_t y_stride, RowsIn x, int rows, const float* w, int n, int k);
-    // The same with 4-bit weights as in types.h (W4), which are exact in fp32 once scaled. q, s: row 0 of the n rows. The
-    // rows of x are in w4 order: of each 32 elements first the even ones, then the odd ones, as the nibbles come out.
+    // The same with 4-bit weights as in types.h (W4), which are exact in fp32 once scaled. q, s: row 0 of the n rows.
+    // The rows of x are in w4 order: of each 32 elements the even ones, then the odd ones, as nibbles come out.
     void (*dot_w4)(float* y, size_t y_stride, RowsIn x, int rows, const uint32_t* q, const uint16_t* s, int n, int k);
     // y = x in w4 order; width % 32 == 0.
     void (*w4_order)(float* y, const float* x, int width);

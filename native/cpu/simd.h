@@ -24,8 +24,8 @@ constexpr int kLanes = 16;
 
 // load_part / store_part / bf16_part touch the first n (1 .. 15) elements only; missing lanes are 0.
 // sum adds lanes 8, then 4, 2, 1 apart; sum4 does so for four vectors, max4 takes their largest lanes.
-// w4: elements 0, 2, .. 30 and 1, 3, .. 31 of 32 four-bit weights, times their scale; w4_scales: two scales that lie side
-// by side; split_pairs: 32 floats into the same order. transpose: rows of a 16 x 16 matrix become its columns.
+// w4: elements 0, 2, .. 30 and 1, 3, .. 31 of 32 four-bit weights, times their scale; w4_scales: two scales that lie
+// side by side; split_pairs: 32 floats into the same order. transpose: rows of a 16 x 16 matrix become its columns.
 
 #if defined(KD_SIMD_AVX512)
 

@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "engine/clock.h"
+#include "engine/threads.h"
 #include "error.h"
 
 namespace kd {
@@ -41,7 +42,7 @@ Engine::Engine(const Options& o)
     batch_.reserve(o.max_streams);
     parts_.reserve(o.max_streams);
     publish_stats();
-    thread_ = std::thread([this] { serve(); });
+    thread_ = quiet_thread("kd-engine", [this] { serve(); });
 }
 
 Engine::~Engine() {

@@ -3,6 +3,7 @@
 
 #include "engine/clock.h"
 #include "engine/engine.h"
+#include "engine/threads.h"
 #include "error.h"
 
 namespace kd {
@@ -17,7 +18,7 @@ void Engine::load(LoadPlan plan) {
     loading_ = true;
     progress_ = std::make_unique<model::Progress>();
     load_status_ = KD_E_BUSY;
-    loader_ = std::thread([this, plan = std::move(plan), generation = weights_generation_ + 1]() mutable {
+    loader_ = quiet_thread("kd-loader", [this, plan = std::move(plan), generation = weights_generation_ + 1]() mutable {
         load_thread(std::move(plan), generation);
     });
 }

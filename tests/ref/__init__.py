@@ -1,4 +1,4 @@
-"""The executable specification: every operation of native/ops.h in numpy, float64 inside, and the whole model built of them.
+"""The executable specification: every operation of native/ops.h in numpy, float64 inside, and the whole model.
 
 Tests import it as `ref` (pytest puts tests/ on sys.path). `ref.OPS` maps the name of an op to
 `Op(spec, cases, tolerance, outputs)`:
@@ -7,9 +7,9 @@ Tests import it as `ref` (pytest puts tests/ on sys.path). `ref.OPS` maps the na
         want = op.spec(**case)                          # one array, or a tuple named by op.outputs
 
 Keyword arguments have the names of the op's parameters in ops.h (`from` is `from_`), without outputs that are only
-written and without sizes that follow from the arrays (n_rows, n_out, width, stride; `n` of copy_rows is kept). What an op
-updates in place (x of add_norm, y of moe, kv of mla_append and kv_commit, k_pool and v_pool, ring, `to` of copy_rows, x of
-head_norm_rope) goes in as an argument and comes out as a result; the specification never writes to its arguments.
+written and without sizes that follow from the arrays (n_rows, n_out, width, stride; `n` of copy_rows is kept). What an
+op updates in place (x of add_norm, y of moe, kv of mla_append and kv_commit, k_pool, v_pool, ring, `to` of copy_rows,
+x of head_norm_rope) goes in as an argument and comes out as a result; the specification never writes to its arguments.
 
 Representation
     Rows, Vec, pools   float32 [rows][width], without padding: a harness adds strides, offsets and poison of its own
@@ -30,8 +30,8 @@ Representation
 Poison is part of the cases: pool rows that no row of the view sees are NaN, page ids past a stream's pages are wild.
 
 Collectives. add_norm takes y [ranks][n][width], the ranks' partial sums. top_logprobs and sample take the logits of the
-whole vocabulary, [n][vocab]: give rank r the columns [vocab_begin, vocab_begin + vocab_rank); every rank must return the
-same.
+whole vocabulary, [n][vocab]: give rank r the columns [vocab_begin, vocab_begin + vocab_rank); every rank must return
+the same.
 """
 
 from . import accept, draft, kv, linear, mla, model, moe, rows, sample, tree
@@ -40,8 +40,8 @@ from .base import (
     MAX_DEPTH,
     MAX_NODES,
     PAGE,
-    WILD,
     W4,
+    WILD,
     DraftShape,
     Experts,
     Op,
@@ -55,12 +55,35 @@ from .base import (
     unpack4,
 )
 
-OPS = {
-    name: op for module in (rows, linear, mla, moe, draft, sample, accept) for name, op in module.OPS.items()
-}
+OPS = {name: op for module in (rows, linear, mla, moe, draft, sample, accept) for name, op in module.OPS.items()}
 
 __all__ = [
-    "MASK_WORDS", "MAX_DEPTH", "MAX_NODES", "OPS", "PAGE", "W4", "WILD", "DraftShape", "Experts", "Op", "Rope", "Sampling",
-    "Shape", "accept", "bf16", "dequantise", "draft", "f64", "kv", "linear", "mla", "model", "moe", "pack4", "rows",
-    "sample", "tree", "unpack4",
-]  # fmt: skip
+    "MASK_WORDS",
+    "MAX_DEPTH",
+    "MAX_NODES",
+    "OPS",
+    "PAGE",
+    "W4",
+    "WILD",
+    "DraftShape",
+    "Experts",
+    "Op",
+    "Rope",
+    "Sampling",
+    "Shape",
+    "accept",
+    "bf16",
+    "dequantise",
+    "draft",
+    "f64",
+    "kv",
+    "linear",
+    "mla",
+    "model",
+    "moe",
+    "pack4",
+    "rows",
+    "sample",
+    "tree",
+    "unpack4",
+]

@@ -25,7 +25,7 @@ def tree_accept(trees, choice, v):
 
 
 def kv_commit(kv, kept, trees, v):
-    """kv [pool rows][width] -> kv with slot prefix + node[j] moved to prefix + j; what is left behind does not matter"""
+    """kv [pool rows][width] -> kv with slot prefix + node[j] moved to prefix + j; the rest stays as it was"""
     kv = np.array(kv)
     for s, n in enumerate(kept["n"]):
         root = trees["first_row"][s]
@@ -51,13 +51,20 @@ def keep_taps(ring, taps, ring_slot, kept, trees, v, ring_rows):
 
 def rounds(rng):
     """(view, pool rows, trees, choice): several streams, one tree each; some paths end at once, some at a leaf."""
-    for sizes, starts in [([1], [0]), ([17], [0]), ([1, 5, 33, 257, 2], [64, 0, 63, 100, 200]), ([40, 3], [127, 1]),
-                          ([17, 21], [33, 60])]:
+    for sizes, starts in [
+        ([1], [0]),
+        ([17], [0]),
+        ([1, 5, 33, 257, 2], [64, 0, 63, 100, 200]),
+        ([40, 3], [127, 1]),
+        ([17, 21], [33, 60]),
+    ]:
         trees = [random_tree(rng, n) for n in sizes]
         if sizes == [17, 21]:  # a chain to the very end, and one with a sibling at every step
-            trees = [np.arange(-1, 16, dtype=np.int32), np.array([-1] + [p for i in range(10) for p in (max(0, 2 * i), max(0, 2 * i))],
-                                                                   np.int32)]
-        table, pages = random_page_table(rng, [start + n for start, n in zip(starts, sizes)])
+            trees = [
+                np.arange(-1, 16, dtype=np.int32),
+                np.array([-1] + [p for i in range(10) for p in (max(0, 2 * i), max(0, 2 * i))], np.int32),
+            ]
+        table, pages = random_page_table(rng, [start + n for start, n in zip(starts, sizes, strict=True)])
         tokens, chosen = [], []
         for parent in trees:
             token, follow = np.zeros(len(parent), np.int64), np.zeros(len(parent), np.int64)
@@ -68,37 +75,54 @@ def rounds(rng):
                 follow[p] = token[child[rng.integers(len(child))]] if lucky else 1000
             tokens.append(token)
             chosen.append(follow)
-        v = make_view([(s, start, token, parent) for s, (start, token, parent) in enumerate(zip(starts, tokens, trees))], table)
+        v = make_view(
+            [
+                (s, start, token, parent)
+                for s, (start, token, parent) in enumerate(zip(starts, tokens, trees, strict=True))
+            ],
+            table,
+        )
         first = np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
-        yield (v, pages * PAGE, dict(first_row=first, parent=np.concatenate(trees).astype(np.int32)),
-               dict(token=np.concatenate(chosen).astype(np.int32)))
+        yield (
+            v,
+            pages * PAGE,
+            {"first_row": first, "parent": np.concatenate(trees).astype(np.int32)},
+            {"token": np.concatenate(chosen).astype(np.int32)},
+        )
 
 
 def kept_rounds(rng):
     for v, rows, trees, choice in rounds(rng):
         n, node = tree_accept(trees, choice, v)
-        yield v, rows, trees, dict(n=n, node=node)
+        yield v, rows, trees, {"n": n, "node": node}
 
 
 def tree_accept_cases(rng):
     for v, _, trees, choice in rounds(rng):
-        yield dict(trees=trees, choice=choice, v=v)
+        yield {"trees": trees, "choice": choice, "v": v}
 
 
 def kv_commit_cases(rng):
-    for (v, rows, trees, kept), width in zip(kept_rounds(rng), [1, 7, 80, 33, 24]):
-        yield dict(kv=rand(rng, rows, width), kept=kept, trees=trees, v=v)
+    for (v, rows, trees, kept), width in zip(kept_rounds(rng), [1, 7, 80, 33, 24], strict=True):
+        yield {"kv": rand(rng, rows, width), "kept": kept, "trees": trees, "v": v}
 
 
 def keep_taps_cases(rng):
-    for (v, _, trees, kept), width in zip(kept_rounds(rng), [1, 7, 96, 33, 24]):
+    for (v, _, trees, kept), width in zip(kept_rounds(rng), [1, 7, 96, 33, 24], strict=True):
         streams = len(kept["n"])
         ring_slot = rng.permutation(streams + 2)[:streams].astype(np.int32)
-        yield dict(ring=rand(rng, (streams + 2) * 64, width), taps=rand(rng, len(v["token"]), width), ring_slot=ring_slot,
-                   kept=kept, trees=trees, v=v, ring_rows=64)
+        yield {
+            "ring": rand(rng, (streams + 2) * 64, width),
+            "taps": rand(rng, len(v["token"]), width),
+            "ring_slot": ring_slot,
+            "kept": kept,
+            "trees": trees,
+            "v": v,
+            "ring_rows": 64,
+        }
 
 
-EXACT = dict(rms=0.0, worst=0.0)
+EXACT = {"rms": 0.0, "worst": 0.0}
 
 OPS = {
     "tree_accept": Op(tree_accept, tree_accept_cases, EXACT, ("n", "node")),

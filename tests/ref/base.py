@@ -16,7 +16,7 @@ Experts = namedtuple("Experts", "gate_up down count")  # W4, W4, int
 Rope = namedtuple("Rope", "cos sin")  # float32 [max_positions][pairs]
 
 # spec(**case) returns one array or a tuple named by `outputs`. cases(rng) yields dicts of keyword arguments.
-# tolerance: dict(rms=, worst=) of floating-point outputs, relative to the RMS of the specification's; integers are exact.
+# tolerance: dict(rms=, worst=) of floating-point outputs, relative to the RMS of the specification's; integers: equal.
 Op = namedtuple("Op", "spec cases tolerance outputs")
 
 

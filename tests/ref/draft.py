@@ -44,8 +44,10 @@ def draft_attention(qkv, k_pool, v_pool, v, window, d):
         near = np.abs(position - v["position"][r]) < window if window else np.ones(len(position), bool)
         context, block = context[near[: len(context)]], block[near[len(context) :]]
         rows = pool_row(v, v["stream"][r], context)
-        k_all, v_all = (np.concatenate((f64(pool)[rows].reshape(-1, d.kv_heads_rank, d.head_dim), own[block]))
-                        for pool, own in ((k_pool, key), (v_pool, value)))
+        k_all, v_all = (
+            np.concatenate((f64(pool)[rows].reshape(-1, d.kv_heads_rank, d.head_dim), own[block]))
+            for pool, own in ((k_pool, key), (v_pool, value))
+        )
         for head in range(d.heads_rank):
             kv_head = head // (d.heads_rank // d.kv_heads_rank)
             score = k_all[:, kv_head] @ q[r, head] * d.head_dim**-0.5
@@ -106,7 +108,7 @@ def append_context(m, pools, taps, view):
     d = m.shape
     context = rms_norm(linear(taps, m.fc), m.hidden_norm, d.rms_eps)
     out = []
-    for layer, (k_pool, v_pool) in zip(m.layers, pools):
+    for layer, (k_pool, v_pool) in zip(m.layers, pools, strict=True):
         k, value = np.split(linear(context, layer.qkv[d.heads * d.head_dim :]), 2, axis=1)
         k = head_norm_rope(k, layer.k_norm, m.rope, view, d.kv_heads, d.head_dim, d.rms_eps)
         out.append(draft_append(k_pool, v_pool, k, value, view, d))
@@ -115,8 +117,10 @@ def append_context(m, pools, taps, view):
 
 def block_view(d, anchors, starts, page_table):
     """One block a stream: [anchor, mask x (block - 1)] at start .. ; the context is the slots below start."""
-    streams = [(s, start, [anchor] + [d.mask_token] * (d.block - 1), None) for s, (anchor, start) in
-               enumerate(zip(anchors, starts))]
+    streams = [
+        (s, start, [anchor] + [d.mask_token] * (d.block - 1), None)
+        for s, (anchor, start) in enumerate(zip(anchors, starts, strict=True))
+    ]
     view = make_view(streams, page_table)
     view["prefix"] = np.repeat(np.asarray(starts, np.int32), d.block)
     return view
@@ -125,7 +129,7 @@ def block_view(d, anchors, starts, page_table):
 def block_forward(m, x, pools, view):
     """x [n][hidden], embedded blocks -> final hidden states [n][hidden]"""
     d = m.shape
-    for layer, (k_pool, v_pool), window in zip(m.layers, pools, d.window):
+    for layer, (k_pool, v_pool), window in zip(m.layers, pools, d.window, strict=True):
         qkv = linear(rms_norm(x, layer.input_norm, d.rms_eps), layer.qkv)
         q, k, value = np.split(qkv, [d.heads * d.head_dim, (d.heads + d.kv_heads) * d.head_dim], axis=1)
         q = head_norm_rope(q, layer.q_norm, m.rope, view, d.heads, d.head_dim, d.rms_eps)
@@ -139,8 +143,9 @@ def block_forward(m, x, pools, view):
 
 
 def draft_shape(heads, kv_heads, head_dim, block):
-    return DraftShape(heads=heads, heads_rank=heads, kv_heads=kv_heads, kv_heads_rank=kv_heads, head_dim=head_dim,
-                      block=block)
+    return DraftShape(
+        heads=heads, heads_rank=heads, kv_heads=kv_heads, kv_heads_rank=kv_heads, head_dim=head_dim, block=block
+    )
 
 
 SHAPES = [draft_shape(1, 1, 2, 3), draft_shape(3, 1, 10, 8), draft_shape(8, 8, 32, 16), draft_shape(6, 2, 18, 5)]
@@ -150,23 +155,43 @@ def head_norm_rope_cases(rng):
     for n, heads, head_dim, eps in [(1, 1, 2, 1e-5), (17, 3, 10, 1e-6), (16, 8, 32, 1e-5), (3, 1, 128, 1e-5)]:
         v, _, _ = random_view(rng, [(7, n, "prompt")])
         v["position"][:] = rng.permutation(2000)[:n]
-        yield dict(x=rand(rng, n, heads * head_dim, std=4), norm=rand_norm(rng, head_dim),
-                   rope=rand_rope(rng, 2000, head_dim // 2), v=v, heads=heads, head_dim=head_dim, eps=eps)
+        yield {
+            "x": rand(rng, n, heads * head_dim, std=4),
+            "norm": rand_norm(rng, head_dim),
+            "rope": rand_rope(rng, 2000, head_dim // 2),
+            "v": v,
+            "heads": heads,
+            "head_dim": head_dim,
+            "eps": eps,
+        }
 
 
 def draft_append_cases(rng):
-    for d, streams in zip(SHAPES, [[(0, 1, "prompt")], [(63, 2, "prompt"), (0, 17, "prompt")], [(60, 70, "prompt")],
-                                   [(5, 1, "prompt"), (0, 1, "prompt"), (64, 3, "prompt")]]):
+    for d, streams in zip(
+        SHAPES,
+        [
+            [(0, 1, "prompt")],
+            [(63, 2, "prompt"), (0, 17, "prompt")],
+            [(60, 70, "prompt")],
+            [(5, 1, "prompt"), (0, 1, "prompt"), (64, 3, "prompt")],
+        ],
+        strict=True,
+    ):
         view, rows, _ = random_view(rng, streams)
         width = d.kv_heads_rank * d.head_dim
         k_pool, v_pool = rand(rng, 2, rows, width)
         k, v = rand(rng, 2, len(view["token"]), width)
-        yield dict(k_pool=k_pool, v_pool=v_pool, k=k, v=v, view=view, d=d)
+        yield {"k_pool": k_pool, "v_pool": v_pool, "k": k, "v": v, "view": view, "d": d}
 
 
 def draft_attention_cases(rng):
-    for d, starts, windows in [(SHAPES[0], [0], [0, 1]), (SHAPES[1], [1, 0, 70], [0, 3]), (SHAPES[2], [130, 64], [0, 40]),
-                               (SHAPES[3], [63, 200], [0, 2, 64]), (SHAPES[2], [1000], [0])]:
+    for d, starts, windows in [
+        (SHAPES[0], [0], [0, 1]),
+        (SHAPES[1], [1, 0, 70], [0, 3]),
+        (SHAPES[2], [130, 64], [0, 40]),
+        (SHAPES[3], [63, 200], [0, 2, 64]),
+        (SHAPES[2], [1000], [0]),
+    ]:
         for window in windows:
             table, pages = random_page_table(rng, [start + d.block for start in starts])
             v = block_view(d, [5] * len(starts), starts, table)
@@ -177,23 +202,23 @@ def draft_attention_cases(rng):
             pools = rand(rng, 2, pages * 64, d.kv_heads_rank * d.head_dim)
             pools[:, ~seen] = np.nan
             qkv = rand(rng, len(v["token"]), (d.heads_rank + 2 * d.kv_heads_rank) * d.head_dim)
-            yield dict(qkv=qkv, k_pool=pools[0], v_pool=pools[1], v=v, window=window, d=d)
+            yield {"qkv": qkv, "k_pool": pools[0], "v_pool": pools[1], "v": v, "window": window, "d": d}
 
 
 def top_logprobs_cases(rng):
     for n, vocab, k in [(1, 1, 1), (1, 7, 7), (17, 259, 16), (15, 4096, 32), (3, 1001, 1), (2, 333, 256)]:
-        yield dict(logits=rand(rng, n, vocab, std=4), k=k, s=Shape(vocab=vocab, vocab_rank=vocab))
+        yield {"logits": rand(rng, n, vocab, std=4), "k": k, "s": Shape(vocab=vocab, vocab_rank=vocab)}
     s = Shape(vocab=400, vocab_rank=400)
-    yield dict(logits=np.round(rand(rng, 17, 400, std=2)), k=20, s=s)  # ties everywhere, as bf16 logits have them
-    yield dict(logits=np.zeros((2, 400), np.float32), k=9, s=s)
+    yield {"logits": np.round(rand(rng, 17, 400, std=2)), "k": 20, "s": s}  # ties everywhere, as bf16 logits have them
+    yield {"logits": np.zeros((2, 400), np.float32), "k": 9, "s": s}
     peak = np.full((2, 400), -60, np.float32)
     peak[0, 399] = peak[1, 0] = 60
-    yield dict(logits=peak, k=3, s=s)
+    yield {"logits": peak, "k": 3, "s": s}
 
 
 OPS = {
-    "head_norm_rope": Op(head_norm_rope, head_norm_rope_cases, dict(rms=3e-7, worst=3e-6), ("x",)),
-    "draft_append": Op(draft_append, draft_append_cases, dict(rms=0.0, worst=0.0), ("k_pool", "v_pool")),
-    "draft_attention": Op(draft_attention, draft_attention_cases, dict(rms=2e-6, worst=3e-5), ("o",)),
-    "top_logprobs": Op(top_logprobs, top_logprobs_cases, dict(rms=1e-6, worst=1e-5), ("id", "logprob")),
+    "head_norm_rope": Op(head_norm_rope, head_norm_rope_cases, {"rms": 3e-7, "worst": 3e-6}, ("x",)),
+    "draft_append": Op(draft_append, draft_append_cases, {"rms": 0.0, "worst": 0.0}, ("k_pool", "v_pool")),
+    "draft_attention": Op(draft_attention, draft_attention_cases, {"rms": 2e-6, "worst": 3e-5}, ("o",)),
+    "top_logprobs": Op(top_logprobs, top_logprobs_cases, {"rms": 1e-6, "worst": 1e-5}, ("id", "logprob")),
 }

@@ -67,10 +67,11 @@ def make_view(streams, page_table, out_row=None):
             mask[:, 0] = 1
             parts.append((tokens, here, np.full(n, stream), here, here, mask))
         else:
-            parts.append((tokens, start + depths(parent), np.full(n, stream), here, np.full(n, start),
-                          ancestor_masks(parent)))
+            parts.append(
+                (tokens, start + depths(parent), np.full(n, stream), here, np.full(n, start), ancestor_masks(parent))
+            )
     names = ("token", "position", "stream", "slot", "prefix", "mask")
-    view = {name: np.concatenate(column) for name, column in zip(names, zip(*parts))}
+    view = {name: np.concatenate(column) for name, column in zip(names, zip(*parts, strict=True), strict=True)}
     view = {name: a if name == "mask" else a.astype(np.int32) for name, a in view.items()}
     n = len(view["token"])
     view["page_table"] = np.asarray(page_table, np.int32)
@@ -112,8 +113,17 @@ def random_view(rng, streams, vocab=1000, extra_slots=0):
     table, pages = random_page_table(rng, [start + n + extra_slots for start, n, _ in streams])
     order = rng.permutation(len(streams))  # the rows of stream 1 may come before those of stream 0
     view = make_view(
-        [(s, streams[s][0], rng.integers(0, vocab, streams[s][1]),
-          random_tree(rng, streams[s][1]) if streams[s][2] == "tree" else None) for s in order], table)
+        [
+            (
+                s,
+                streams[s][0],
+                rng.integers(0, vocab, streams[s][1]),
+                random_tree(rng, streams[s][1]) if streams[s][2] == "tree" else None,
+            )
+            for s in order
+        ],
+        table,
+    )
     seen = np.zeros(pages * PAGE, bool)
     for r in range(len(view["token"])):
         seen[pool_row(view, view["stream"][r], keys_of(view, r))] = True

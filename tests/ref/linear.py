@@ -25,17 +25,26 @@ def swiglu(x):
 
 
 def linear_cases(rng):
-    for m, n, k in [(1, 1, 1), (1, 7, 17), (17, 5, 33), (3, 33, 100), (2, 80, 256), (33, 130, 64), (1, 257, 768), (5, 3, 1536)]:
-        yield dict(x=rand(rng, m, k), w=rand_mat(rng, n, k))
+    for m, n, k in [
+        (1, 1, 1),
+        (1, 7, 17),
+        (17, 5, 33),
+        (3, 33, 100),
+        (2, 80, 256),
+        (33, 130, 64),
+        (1, 257, 768),
+        (5, 3, 1536),
+    ]:
+        yield {"x": rand(rng, m, k), "w": rand_mat(rng, n, k)}
 
 
 def swiglu_cases(rng):
     for m, width, std in [(1, 1, 1), (17, 33, 5), (3, 256, 1)]:
-        yield dict(x=rand(rng, m, 2 * width, std=std))
-    yield dict(x=np.array([[-1000, 1000, -88, 0, 88, 3, 3, 3, 3, 3]], np.float32))
+        yield {"x": rand(rng, m, 2 * width, std=std)}
+    yield {"x": np.array([[-1000, 1000, -88, 0, 88, 3, 3, 3, 3, 3]], np.float32)}
 
 
-TOLERANCE = dict(rms=1e-6, worst=1e-5)
+TOLERANCE = {"rms": 1e-6, "worst": 1e-5}
 
 OPS = {
     "linear": Op(linear, linear_cases, TOLERANCE, ("y",)),

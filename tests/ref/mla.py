@@ -16,7 +16,7 @@ def rotate_pairs(x, rope, position):
 
 
 def mla_query(q, k_up, rope, v, s):
-    """q [n][heads_rank * (nope + rope)] -> q_lat [n][heads_rank * (kv_lora + rope)]; k_up [heads_rank * nope][kv_lora]"""
+    """q [n][heads_rank * (nope + rope)], k_up [heads_rank * nope][kv_lora] -> q_lat [n][heads_rank * kv_row]"""
     q = f64(q).reshape(len(q), s.heads_rank, s.nope + s.rope)
     latent = np.einsum("rhn,hnc->rhc", q[..., : s.nope], f64(k_up).reshape(s.heads_rank, s.nope, s.kv_lora))
     return np.concatenate((latent, rotate_pairs(q[..., s.nope :], rope, v["position"])), axis=-1).reshape(len(q), -1)
@@ -69,7 +69,9 @@ def mla_attention(q_lat, kv, v, s):
 def mla_value(o_lat, v_up, s):
     """o_lat [n][heads_rank * kv_lora], v_up [heads_rank * v_head][kv_lora] -> o [n][heads_rank * v_head]"""
     o_lat = f64(o_lat).reshape(len(o_lat), s.heads_rank, s.kv_lora)
-    return np.einsum("rhc,hic->rhi", o_lat, f64(v_up).reshape(s.heads_rank, s.v_head, s.kv_lora)).reshape(len(o_lat), -1)
+    return np.einsum("rhc,hic->rhi", o_lat, f64(v_up).reshape(s.heads_rank, s.v_head, s.kv_lora)).reshape(
+        len(o_lat), -1
+    )
 
 
 def expanded_attention(q, kv, k_up, v_up, rope, v, s):
@@ -91,47 +93,77 @@ def expanded_attention(q, kv, k_up, v_up, rope, v, s):
 SHAPES = [
     Shape(heads=3, heads_rank=3, kv_lora=5, nope=3, rope=2, v_head=7, score_scale=0.7, rms_eps_lora=1e-6),
     Shape(heads=8, heads_rank=8, kv_lora=64, nope=32, rope=16, v_head=32, score_scale=0.2, rms_eps_lora=1e-6),
-    Shape(heads=8, heads_rank=1, kv_lora=33, nope=17, rope=6, v_head=9, score_scale=0.3, rms_eps_lora=1e-6, tp=8, rank=3),
-    Shape(heads=16, heads_rank=2, kv_lora=512, nope=128, rope=64, v_head=128, score_scale=0.14, rms_eps_lora=1e-6, tp=8),
+    Shape(
+        heads=8, heads_rank=1, kv_lora=33, nope=17, rope=6, v_head=9, score_scale=0.3, rms_eps_lora=1e-6, tp=8, rank=3
+    ),
+    Shape(
+        heads=16, heads_rank=2, kv_lora=512, nope=128, rope=64, v_head=128, score_scale=0.14, rms_eps_lora=1e-6, tp=8
+    ),
 ]
 
 
 def mla_query_cases(rng):
-    for s, streams in zip(SHAPES * 2, HARD_STREAMS):
+    for s, streams in zip(SHAPES * 2, HARD_STREAMS, strict=False):
         v, _, _ = random_view(rng, streams)
         v["position"][:] = rng.permutation(3000)[: len(v["position"])]
         v["position"][0] = 2999
-        yield dict(q=rand(rng, len(v["token"]), s.heads_rank * (s.nope + s.rope)),
-                   k_up=rand_mat(rng, s.heads_rank * s.nope, s.kv_lora), rope=rand_rope(rng, 3000, s.rope // 2), v=v, s=s)
+        yield {
+            "q": rand(rng, len(v["token"]), s.heads_rank * (s.nope + s.rope)),
+            "k_up": rand_mat(rng, s.heads_rank * s.nope, s.kv_lora),
+            "rope": rand_rope(rng, 3000, s.rope // 2),
+            "v": v,
+            "s": s,
+        }
 
 
 def mla_append_cases(rng):
-    for s, streams in zip(SHAPES * 2, HARD_STREAMS):
+    for s, streams in zip(SHAPES * 2, HARD_STREAMS, strict=False):
         v, rows, _ = random_view(rng, streams)
-        yield dict(kv=rand(rng, rows, s.kv_row), kv_a=rand(rng, len(v["token"]), s.kv_row), norm=rand_norm(rng, s.kv_lora),
-                   rope=rand_rope(rng, 300, s.rope // 2), v=v, s=s)
+        yield {
+            "kv": rand(rng, rows, s.kv_row),
+            "kv_a": rand(rng, len(v["token"]), s.kv_row),
+            "norm": rand_norm(rng, s.kv_lora),
+            "rope": rand_rope(rng, 300, s.rope // 2),
+            "v": v,
+            "s": s,
+        }
 
 
 def mla_attention_cases(rng):
     far = [[(8170, 17, "tree"), (8191, 3, "prompt")]]  # where the grouping of keys changes on a device
-    for s, streams in zip(SHAPES + SHAPES[:3], HARD_STREAMS + far):
+    for s, streams in zip(SHAPES + SHAPES[:3], HARD_STREAMS + far, strict=True):
         v, rows, spoil = random_view(rng, streams)
-        yield dict(q_lat=rand(rng, len(v["token"]), s.heads_rank * s.kv_row), kv=spoil(rand(rng, rows, s.kv_row)), v=v, s=s)
+        yield {
+            "q_lat": rand(rng, len(v["token"]), s.heads_rank * s.kv_row),
+            "kv": spoil(rand(rng, rows, s.kv_row)),
+            "v": v,
+            "s": s,
+        }
     s = SHAPES[1]
-    v, rows, spoil = random_view(rng, HARD_STREAMS[4])  # scores so large that one key takes all, and so small that all share
+    v, rows, spoil = random_view(
+        rng, HARD_STREAMS[4]
+    )  # scores so large that one key takes all, and so small that all share
     for std in 30.0, 1e-4:
-        yield dict(q_lat=rand(rng, len(v["token"]), s.heads_rank * s.kv_row, std=std), kv=spoil(rand(rng, rows, s.kv_row)),
-                   v=v, s=s)
+        yield {
+            "q_lat": rand(rng, len(v["token"]), s.heads_rank * s.kv_row, std=std),
+            "kv": spoil(rand(rng, rows, s.kv_row)),
+            "v": v,
+            "s": s,
+        }
 
 
 def mla_value_cases(rng):
-    for s, n in zip(SHAPES, [1, 17, 3, 2]):
-        yield dict(o_lat=rand(rng, n, s.heads_rank * s.kv_lora), v_up=rand_mat(rng, s.heads_rank * s.v_head, s.kv_lora), s=s)
+    for s, n in zip(SHAPES, [1, 17, 3, 2], strict=True):
+        yield {
+            "o_lat": rand(rng, n, s.heads_rank * s.kv_lora),
+            "v_up": rand_mat(rng, s.heads_rank * s.v_head, s.kv_lora),
+            "s": s,
+        }
 
 
 OPS = {
-    "mla_query": Op(mla_query, mla_query_cases, dict(rms=1e-6, worst=1e-5), ("q_lat",)),
-    "mla_append": Op(mla_append, mla_append_cases, dict(rms=3e-7, worst=3e-6), ("kv",)),
-    "mla_attention": Op(mla_attention, mla_attention_cases, dict(rms=3e-6, worst=6e-5), ("o_lat",)),
-    "mla_value": Op(mla_value, mla_value_cases, dict(rms=1e-6, worst=1e-5), ("o",)),
+    "mla_query": Op(mla_query, mla_query_cases, {"rms": 1e-6, "worst": 1e-5}, ("q_lat",)),
+    "mla_append": Op(mla_append, mla_append_cases, {"rms": 3e-7, "worst": 3e-6}, ("kv",)),
+    "mla_attention": Op(mla_attention, mla_attention_cases, {"rms": 3e-6, "worst": 6e-5}, ("o_lat",)),
+    "mla_value": Op(mla_value, mla_value_cases, {"rms": 1e-6, "worst": 1e-5}, ("o",)),
 }

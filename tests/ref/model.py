@@ -23,7 +23,7 @@ DTYPES = {"BF16": np.uint16, "F32": np.float32, "I32": np.int32}
 
 @dataclass
 class Layer:
-    """float64 weights, laid out as native/types.h Layer; experts [count][2 inter][hidden] and [count][hidden][inter]."""
+    """float64 weights, laid out as native/types.h Layer; experts [count][2 inter][hidden], [count][hidden][inter]."""
 
     input_norm: np.ndarray
     post_norm: np.ndarray
@@ -107,15 +107,32 @@ def target_shape(c):
     m = mscale(scaling["factor"], scaling.get("mscale_all_dim") or 0) if scaling else 1.0
     inter, shared = c["moe_intermediate_size"], c["moe_intermediate_size"] * (c.get("n_shared_experts") or 0)
     return Shape(
-        hidden=c["hidden_size"], layers=c["num_hidden_layers"], dense_layers=c["first_k_dense_replace"],
-        heads=c["num_attention_heads"], heads_rank=c["num_attention_heads"], q_lora=c["q_lora_rank"],
-        kv_lora=c["kv_lora_rank"], nope=nope, rope=rope, v_head=c["v_head_dim"], inter=c["intermediate_size"],
-        inter_rank=c["intermediate_size"], moe_inter=inter, moe_inter_rank=inter, shared_inter=shared,
-        shared_inter_rank=shared, experts=c["n_routed_experts"], experts_per_token=c["num_experts_per_tok"],
-        vocab=c["vocab_size"], vocab_rank=c["vocab_size"], max_positions=c["max_position_embeddings"],
-        rms_eps=c["rms_norm_eps"], score_scale=(nope + rope) ** -0.5 * m**2, routed_scale=c["routed_scaling_factor"],
+        hidden=c["hidden_size"],
+        layers=c["num_hidden_layers"],
+        dense_layers=c["first_k_dense_replace"],
+        heads=c["num_attention_heads"],
+        heads_rank=c["num_attention_heads"],
+        q_lora=c["q_lora_rank"],
+        kv_lora=c["kv_lora_rank"],
+        nope=nope,
+        rope=rope,
+        v_head=c["v_head_dim"],
+        inter=c["intermediate_size"],
+        inter_rank=c["intermediate_size"],
+        moe_inter=inter,
+        moe_inter_rank=inter,
+        shared_inter=shared,
+        shared_inter_rank=shared,
+        experts=c["n_routed_experts"],
+        experts_per_token=c["num_experts_per_tok"],
+        vocab=c["vocab_size"],
+        vocab_rank=c["vocab_size"],
+        max_positions=c["max_position_embeddings"],
+        rms_eps=c["rms_norm_eps"],
+        score_scale=(nope + rope) ** -0.5 * m**2,
+        routed_scale=c["routed_scaling_factor"],
         norm_topk=c["norm_topk_prob"],
-    )  # fmt: skip
+    )
 
 
 def load_layer(tensors, i, s):
@@ -133,11 +150,16 @@ def load_layer(tensors, i, s):
 
     kv_b = w("self_attn.kv_b_proj").reshape(s.heads, s.nope + s.v_head, s.kv_lora)
     layer = Layer(
-        input_norm=w("input_layernorm"), post_norm=w("post_attention_layernorm"), q_a_norm=w("self_attn.q_a_layernorm"),
-        kv_a_norm=w("self_attn.kv_a_layernorm"), q_b=w("self_attn.q_b_proj"), o=w("self_attn.o_proj"),
+        input_norm=w("input_layernorm"),
+        post_norm=w("post_attention_layernorm"),
+        q_a_norm=w("self_attn.q_a_layernorm"),
+        kv_a_norm=w("self_attn.kv_a_layernorm"),
+        q_b=w("self_attn.q_b_proj"),
+        o=w("self_attn.o_proj"),
         qkv_a=np.concatenate((w("self_attn.q_a_proj"), w("self_attn.kv_a_proj_with_mqa"))),
-        k_up=kv_b[:, : s.nope].reshape(-1, s.kv_lora), v_up=kv_b[:, s.nope :].reshape(-1, s.kv_lora),
-    )  # fmt: skip
+        k_up=kv_b[:, : s.nope].reshape(-1, s.kv_lora),
+        v_up=kv_b[:, s.nope :].reshape(-1, s.kv_lora),
+    )
     if i < s.dense_layers:
         layer.gate_up, layer.down = gate_up("mlp"), w("mlp.down_proj")
         return layer
@@ -155,27 +177,45 @@ def load_drafter(folder):
     layers, heads, kv_heads = c["num_hidden_layers"], c["num_attention_heads"], c["num_key_value_heads"]
     slides = [kind == "sliding_attention" for kind in c.get("layer_types") or ["full_attention"] * layers]
     shape = DraftShape(
-        layers=layers, hidden=c["hidden_size"], heads=heads, heads_rank=heads, kv_heads=kv_heads, kv_heads_rank=kv_heads,
-        head_dim=c["head_dim"], inter=c["intermediate_size"], inter_rank=c["intermediate_size"], block=c["block_size"],
-        mask_token=c["dflash_config"]["mask_token_id"], rms_eps=c["rms_norm_eps"],
+        layers=layers,
+        hidden=c["hidden_size"],
+        heads=heads,
+        heads_rank=heads,
+        kv_heads=kv_heads,
+        kv_heads_rank=kv_heads,
+        head_dim=c["head_dim"],
+        inter=c["intermediate_size"],
+        inter_rank=c["intermediate_size"],
+        block=c["block_size"],
+        mask_token=c["dflash_config"]["mask_token_id"],
+        rms_eps=c["rms_norm_eps"],
         taps=tuple(c["dflash_config"]["target_layer_ids"]),
         window=tuple(c["sliding_window"] if slide else 0 for slide in slides),
-    )  # fmt: skip
+    )
 
     def w(name):
         return f64(tensors[name + ".weight"])
 
     def layer(at):
         return draft.DraftLayer(
-            input_norm=w(at + "input_layernorm"), post_norm=w(at + "post_attention_layernorm"),
-            q_norm=w(at + "self_attn.q_norm"), k_norm=w(at + "self_attn.k_norm"), o=w(at + "self_attn.o_proj"),
+            input_norm=w(at + "input_layernorm"),
+            post_norm=w(at + "post_attention_layernorm"),
+            q_norm=w(at + "self_attn.q_norm"),
+            k_norm=w(at + "self_attn.k_norm"),
+            o=w(at + "self_attn.o_proj"),
             qkv=np.concatenate([w(f"{at}self_attn.{x}_proj") for x in "qkv"]),
-            gate_up=np.concatenate((w(at + "mlp.gate_proj"), w(at + "mlp.up_proj"))), down=w(at + "mlp.down_proj"),
-        )  # fmt: skip
+            gate_up=np.concatenate((w(at + "mlp.gate_proj"), w(at + "mlp.up_proj"))),
+            down=w(at + "mlp.down_proj"),
+        )
 
-    return draft.Drafter(shape, w("fc"), w("hidden_norm"), w("norm"),
-                         rope_table(shape.head_dim, c["max_position_embeddings"], *rope_of(c)),
-                         [layer(f"layers.{i}.") for i in range(layers)])  # fmt: skip
+    return draft.Drafter(
+        shape,
+        w("fc"),
+        w("hidden_norm"),
+        w("norm"),
+        rope_table(shape.head_dim, c["max_position_embeddings"], *rope_of(c)),
+        [layer(f"layers.{i}.") for i in range(layers)],
+    )
 
 
 def load(folder, with_draft=True):
@@ -188,12 +228,15 @@ def load(folder, with_draft=True):
     generation = folder / "generation_config.json"
     stop = json.loads(generation.read_text()).get("eos_token_id", []) if generation.exists() else []
     return Model(
-        shape=s, embed=f64(tensors["model.embed_tokens.weight"]), lm_head=f64(tensors["lm_head.weight"]),
-        norm=f64(tensors["model.norm.weight"]), rope=rope_table(s.rope, s.max_positions, *rope_of(c)),
+        shape=s,
+        embed=f64(tensors["model.embed_tokens.weight"]),
+        lm_head=f64(tensors["lm_head.weight"]),
+        norm=f64(tensors["model.norm.weight"]),
+        rope=rope_table(s.rope, s.max_positions, *rope_of(c)),
         layers=[load_layer(tensors, i, s) for i in range(s.layers)],
         stop_ids=tuple(stop) if isinstance(stop, list) else (stop,),
         drafter=load_drafter(folder / "draft") if with_draft and (folder / "draft").exists() else None,
-    )  # fmt: skip
+    )
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
@@ -215,12 +258,11 @@ def attention(layer, h, pool, rope, view, s, form):
     return mla.mla_value(o_lat, layer.v_up, s), pool
 
 
-def mlp(layer, h, s, routing=None):
-    """routing: None, or the (expert, weight) to use instead of the layer's own decision"""
+def mlp(layer, h, s):
     y = linear(swiglu(linear(h, layer.gate_up)), layer.down) if layer.gate_up is not None else np.zeros_like(h)
     if layer.router is None:
         return y
-    expert, weight = routing or route(h, layer.router, layer.router_bias, s)
+    expert, weight = route(h, layer.router, layer.router_bias, s)
     return y + run_experts(h, expert, weight, layer.expert_gate_up, layer.expert_down)
 
 
@@ -301,10 +343,10 @@ def generate(m, prompt, max_tokens, builder="none", budget=0, sampling=None, pag
             grown = tree.BUILDERS[builder](ids, logprob, budget)
         view = kv.make_view([(0, start, [anchor, *grown.token], grown.parent)], table)
         logits, taps, chosen = verify(view)
-        trees = dict(first_row=np.array([0, len(grown.parent)]), parent=np.array(grown.parent))
-        n, node = accept.tree_accept(trees, dict(token=chosen), view)
+        trees = {"first_row": np.array([0, len(grown.parent)]), "parent": np.array(grown.parent)}
+        n, node = accept.tree_accept(trees, {"token": chosen}, view)
         path = node[0, : n[0]]
-        pools = [accept.kv_commit(pool, dict(n=n, node=node), trees, view) for pool in pools]
+        pools = [accept.kv_commit(pool, {"n": n, "node": node}, trees, view) for pool in pools]
         keep(start, view["token"][path], taps[path])
         out += [int(t) for t in chosen[path]]
         rows += list(logits[path])

@@ -50,38 +50,67 @@ def moe(y, h, expert, weight, w, s):
 
 
 def shape(hidden, inter, experts, k, **more):
-    return Shape(hidden=hidden, moe_inter=inter, moe_inter_rank=inter, experts=experts, experts_per_token=k,
-                 routed_scale=2.827, **more)
+    return Shape(
+        hidden=hidden,
+        moe_inter=inter,
+        moe_inter_rank=inter,
+        experts=experts,
+        experts_per_token=k,
+        routed_scale=2.827,
+        **more,
+    )
 
 
 def route_cases(rng):
-    for n, s in [(1, shape(33, 32, 5, 2)), (17, shape(64, 32, 16, 4)), (9, shape(100, 32, 7, 7)), (17, shape(256, 32, 384, 8)),
-                 (4, shape(32, 32, 8, 1)), (5, shape(65, 32, 12, 3, norm_topk=False))]:
+    for n, s in [
+        (1, shape(33, 32, 5, 2)),
+        (17, shape(64, 32, 16, 4)),
+        (9, shape(100, 32, 7, 7)),
+        (17, shape(256, 32, 384, 8)),
+        (4, shape(32, 32, 8, 1)),
+        (5, shape(65, 32, 12, 3, norm_topk=False)),
+    ]:
         router, bias = rand(rng, s.experts, s.hidden, std=s.hidden**-0.5), rand(rng, s.experts, std=0.1)
         h = rand(rng, 4 * n + 40, s.hidden)
         h = h[route_margin(h, router, bias, s) > 1e-4][:n]  # decisions that float32 must get right
         assert len(h) == n
-        yield dict(h=h, router=router, bias=bias, s=s)
+        yield {"h": h, "router": router, "bias": bias, "s": s}
     s = shape(48, 32, 10, 3)  # equal experts: the lowest id wins; the bias selects but does not weigh
     router = np.repeat(rand(rng, 2, 48, std=0.1), 5, axis=0)
-    yield dict(h=rand(rng, 17, 48), router=router, bias=np.zeros(10, np.float32), s=s)
-    yield dict(h=rand(rng, 3, 48), router=router, bias=np.array([0, 0, 0, 0, 9, 0, 9, 0, 0, 9], np.float32), s=s)
-    yield dict(h=np.zeros((2, 48), np.float32), router=router, bias=np.zeros(10, np.float32), s=s)
+    yield {"h": rand(rng, 17, 48), "router": router, "bias": np.zeros(10, np.float32), "s": s}
+    yield {
+        "h": rand(rng, 3, 48),
+        "router": router,
+        "bias": np.array([0, 0, 0, 0, 9, 0, 9, 0, 0, 9], np.float32),
+        "s": s,
+    }
+    yield {"h": np.zeros((2, 48), np.float32), "router": router, "bias": np.zeros(10, np.float32), "s": s}
 
 
 def moe_cases(rng):
-    for n, hidden, inter, count, k in [(1, 32, 32, 1, 1), (1, 96, 32, 5, 2), (17, 64, 96, 7, 3), (40, 256, 64, 16, 4),
-                                       (33, 32, 160, 3, 3)]:
+    for n, hidden, inter, count, k in [
+        (1, 32, 32, 1, 1),
+        (1, 96, 32, 5, 2),
+        (17, 64, 96, 7, 3),
+        (40, 256, 64, 16, 4),
+        (33, 32, 160, 3, 3),
+    ]:
         s = shape(hidden, inter, count, k)
         expert = np.stack([rng.permutation(count)[:k] for _ in range(n)]).astype(np.int32)
         if n > 16:
             expert[: n // 2] = expert[0]  # many rows of one expert, none of others
         w = Experts(rand_w4(rng, count * 2 * inter, hidden), rand_w4(rng, count * hidden, inter), count)
-        yield dict(y=rand(rng, n, hidden), h=rand(rng, n, hidden), expert=expert,
-                   weight=rng.uniform(0.01, 1.5, (n, k)).astype(np.float32), w=w, s=s)
+        yield {
+            "y": rand(rng, n, hidden),
+            "h": rand(rng, n, hidden),
+            "expert": expert,
+            "weight": rng.uniform(0.01, 1.5, (n, k)).astype(np.float32),
+            "w": w,
+            "s": s,
+        }
 
 
 OPS = {
-    "route": Op(route, route_cases, dict(rms=1e-6, worst=1e-5), ("expert", "weight")),
-    "moe": Op(moe, moe_cases, dict(rms=2e-6, worst=2e-5), ("y",)),
+    "route": Op(route, route_cases, {"rms": 1e-6, "worst": 1e-5}, ("expert", "weight")),
+    "moe": Op(moe, moe_cases, {"rms": 2e-6, "worst": 2e-5}, ("y",)),
 }

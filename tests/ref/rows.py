@@ -48,14 +48,18 @@ def keep_tap(x):
 def embed_cases(rng):
     for n, hidden, vocab, begin in [(1, 5, 7, 0), (17, 33, 65, 0), (9, 64, 37, 37), (3, 7, 11, 5)]:
         token = rng.integers(0, vocab, n) + begin
-        token[:: 4] = [begin, begin + vocab - 1, begin - 1, begin + vocab, -1][: len(token[::4])]
-        yield dict(token=token.astype(np.int32), table=rand_mat(rng, vocab, hidden), vocab_begin=begin)
-    yield dict(token=np.array([-1, WILD, -(2**31), 2**31 - 1, 4], np.int32), table=rand_mat(rng, 5, 16), vocab_begin=0)
+        token[::4] = [begin, begin + vocab - 1, begin - 1, begin + vocab, -1][: len(token[::4])]
+        yield {"token": token.astype(np.int32), "table": rand_mat(rng, vocab, hidden), "vocab_begin": begin}
+    yield {
+        "token": np.array([-1, WILD, -(2**31), 2**31 - 1, 4], np.int32),
+        "table": rand_mat(rng, 5, 16),
+        "vocab_begin": 0,
+    }
 
 
 def zero_cases(rng):
     for n, width in [(1, 1), (1, 33), (17, 100)]:
-        yield dict(x=np.full((n, width), np.nan, np.float32))
+        yield {"x": np.full((n, width), np.nan, np.float32)}
 
 
 def copy_rows_cases(rng):
@@ -63,31 +67,42 @@ def copy_rows_cases(rng):
         to, from_ = np.full((rows, width), np.nan, np.float32), rand(rng, rows, width)
         pick = rng.permutation(rows)[:n].astype(np.int32)
         put = rng.permutation(rows)[:n].astype(np.int32)
-        yield dict(to=to, to_row=None, from_=from_, from_row=None, n=n)
-        yield dict(to=to, to_row=put, from_=from_, from_row=None, n=n)
-        yield dict(to=to, to_row=None, from_=from_, from_row=pick, n=n)
-        yield dict(to=to, to_row=put, from_=from_, from_row=np.repeat(pick[:1], n), n=n)
-        yield dict(to=to, to_row=put[: n // 2], from_=from_, from_row=pick[: n // 2], n=n // 2)
+        yield {"to": to, "to_row": None, "from_": from_, "from_row": None, "n": n}
+        yield {"to": to, "to_row": put, "from_": from_, "from_row": None, "n": n}
+        yield {"to": to, "to_row": None, "from_": from_, "from_row": pick, "n": n}
+        yield {"to": to, "to_row": put, "from_": from_, "from_row": np.repeat(pick[:1], n), "n": n}
+        yield {"to": to, "to_row": put[: n // 2], "from_": from_, "from_row": pick[: n // 2], "n": n // 2}
 
 
 def rms_norm_cases(rng):
-    for n, width, std, eps in [(1, 1, 1, 1e-5), (1, 7, 1, 1e-6), (17, 33, 100, 1e-5), (3, 256, 1e-3, 1e-5), (2, 1536, 1, 1e-6)]:
-        yield dict(x=rand(rng, n, width, std=std), w=rand_norm(rng, width), eps=eps)
-    yield dict(x=np.zeros((2, 16), np.float32), w=rand_norm(rng, 16), eps=1e-6)
+    for n, width, std, eps in [
+        (1, 1, 1, 1e-5),
+        (1, 7, 1, 1e-6),
+        (17, 33, 100, 1e-5),
+        (3, 256, 1e-3, 1e-5),
+        (2, 1536, 1, 1e-6),
+    ]:
+        yield {"x": rand(rng, n, width, std=std), "w": rand_norm(rng, width), "eps": eps}
+    yield {"x": np.zeros((2, 16), np.float32), "w": rand_norm(rng, 16), "eps": 1e-6}
 
 
 def add_norm_cases(rng):
     for ranks, n, width in [(1, 1, 7), (1, 17, 256), (2, 3, 33), (4, 1, 64), (8, 17, 100)]:
-        yield dict(x=rand(rng, n, width, std=3), y=rand(rng, ranks, n, width), w=rand_norm(rng, width), eps=1e-5)
+        yield {
+            "x": rand(rng, n, width, std=3),
+            "y": rand(rng, ranks, n, width),
+            "w": rand_norm(rng, width),
+            "eps": 1e-5,
+        }
 
 
 def keep_tap_cases(rng):
     for n, width in [(1, 1), (17, 33)]:
-        yield dict(x=f64(bf16(rand(rng, n, width))).astype(np.float32))
+        yield {"x": f64(bf16(rand(rng, n, width))).astype(np.float32)}
 
 
-EXACT = dict(rms=0.0, worst=0.0)
-CLOSE = dict(rms=3e-7, worst=3e-6)
+EXACT = {"rms": 0.0, "worst": 0.0}
+CLOSE = {"rms": 3e-7, "worst": 3e-6}
 
 OPS = {
     "embed": Op(embed, embed_cases, EXACT, ("y",)),

@@ -21,8 +21,15 @@ def philox(counter, key):
     low = np.uint64(0xFFFFFFFF)
     for _ in range(10):
         p0, p1 = c[..., 0] * np.uint64(0xD2511F53), c[..., 2] * np.uint64(0xCD9E8D57)
-        c = np.stack(((p1 >> np.uint64(32)) ^ c[..., 1] ^ np.uint64(k0), p1 & low,
-                      (p0 >> np.uint64(32)) ^ c[..., 3] ^ np.uint64(k1), p0 & low), axis=-1)
+        c = np.stack(
+            (
+                (p1 >> np.uint64(32)) ^ c[..., 1] ^ np.uint64(k0),
+                p1 & low,
+                (p0 >> np.uint64(32)) ^ c[..., 3] ^ np.uint64(k1),
+                p0 & low,
+            ),
+            axis=-1,
+        )
         k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
     return c
 
@@ -112,8 +119,18 @@ WAYS = [
 
 
 def sample_cases(rng):
-    for vocab, kind in [(259, "plain"), (4096, "plain"), (1, "plain"), (7, "ties"), (1001, "ties"), (64, "equal"), (1000, "peak")]:
-        ways = [Sampling(**{**vars(way), "want_hash": i % 3 != 1, "want_logprob": i % 3 != 2}) for i, way in enumerate(WAYS)]
+    for vocab, kind in [
+        (259, "plain"),
+        (4096, "plain"),
+        (1, "plain"),
+        (7, "ties"),
+        (1001, "ties"),
+        (64, "equal"),
+        (1000, "peak"),
+    ]:
+        ways = [
+            Sampling(**{**vars(way), "want_hash": i % 3 != 1, "want_logprob": i % 3 != 2}) for i, way in enumerate(WAYS)
+        ]
         v, _, _ = random_view(rng, [(int(rng.integers(0, 200)), 1 + i % 4, "tree") for i in range(len(ways))])
         v["position"] += np.int32(100000)
         n_rows = len(v["token"])
@@ -125,7 +142,7 @@ def sample_cases(rng):
             logits[:] = -2.5
         if kind == "peak":
             logits[:, rng.integers(0, vocab)] = 80
-        yield dict(logits=logits, sampling=ways, v=v, s=Shape(vocab=vocab, vocab_rank=vocab))
+        yield {"logits": logits, "sampling": ways, "v": v, "s": Shape(vocab=vocab, vocab_rank=vocab)}
 
 
-OPS = {"sample": Op(sample, sample_cases, dict(rms=1e-6, worst=1e-5), ("token", "hash", "logprob"))}
+OPS = {"sample": Op(sample, sample_cases, {"rms": 1e-6, "worst": 1e-5}, ("token", "hash", "logprob"))}

@@ -1,7 +1,7 @@
 """Draft trees: the builders none, chain and heap, what a tree is compiled to, and the verification walk.
 
-A table is one distribution a depth: topid, logprob [depths][K], best first, fp32 natural log-probabilities over the whole
-vocabulary. A tree lists its nodes in order; the root, node 0, is the token that is already decided.
+A table is one distribution a depth: topid, logprob [depths][K], best first, fp32 natural log-probabilities over the
+whole vocabulary. A tree lists its nodes in order; the root, node 0, is the token that is already decided.
 """
 
 import heapq

@@ -1,0 +1,252 @@
+"""Runs native operations: the keyword arguments of ref's specifications in, arrays out, by way of native/probe.h.
+
+    probes = Probes(path of libkd_cpu_test.so)
+    y, = probes.rms_norm(Device(threads=2), x=x, w=w, eps=1e-5)
+
+Every method has the name of an operation and the arguments of ref.OPS[name].spec, and returns a tuple of arrays named by
+ref.OPS[name].outputs. A failure of the operation, a write outside its results or a difference between ranks raises
+ProbeError.
+"""
+
+import re
+import weakref
+from pathlib import Path
+from typing import NamedTuple
+
+import cffi
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+ISAS = {"plain": 1, "avx2": 2, "avx512": 3}
+
+
+def cdef(header: Path) -> str:
+    """The part of a header that cffi reads."""
+    return re.search(r"/\* cdef: begin \*/(.*)/\* cdef: end \*/", header.read_text(), re.S)[1]
+
+
+class Device(NamedTuple):
+    isa: str = "plain"
+    threads: int = 1  # of each rank
+    tp: int = 1
+
+
+class ProbeError(Exception):
+    pass
+
+
+class Probes:
+    def __init__(self, library: Path):
+        self.ffi = cffi.FFI()
+        self.ffi.cdef(cdef(ROOT / "include" / "kd.h"))
+        self.ffi.cdef(cdef(ROOT / "native" / "probe.h"))
+        self.lib = self.ffi.dlopen(str(library))
+        self._alive = weakref.WeakKeyDictionary()
+
+    def has(self, isa: str) -> bool:
+        return self.lib.kd_probe_isa(ISAS[isa]) == 0
+
+    # ---- arguments ---------------------------------------------------------------------------------------------------
+
+    def _run(self, name, device, *args):
+        where = self.ffi.new("kd_probe_device *", [device.tp, device.threads * device.tp, ISAS[device.isa]])
+        if getattr(self.lib, f"kd_probe_{name}")(where, *args) != 0:
+            raise ProbeError(self.ffi.string(self.lib.kd_probe_error()).decode())
+
+    def _array(self, ctype, dtype, a):
+        if a is None:
+            return self.ffi.NULL
+        return self.ffi.from_buffer(f"{ctype}[]", np.ascontiguousarray(a, dtype))
+
+    def _f(self, a):
+        return self._array("float", np.float32, a)
+
+    def _i(self, a):
+        return self._array("int32_t", np.int32, a)
+
+    def _h(self, a):
+        return self._array("uint16_t", np.uint16, a)
+
+    def _u(self, a):
+        return self._array("uint32_t", np.uint32, a)
+
+    def _q(self, a):
+        return self._array("uint64_t", np.uint64, a)
+
+    def _struct(self, ctype, **fields):
+        """A struct whose arrays live as long as itself."""
+        s = self.ffi.new(f"{ctype} *", fields)
+        self._alive[s] = fields
+        return s
+
+    def _view(self, v):
+        n_streams, max_pages = v["page_table"].shape
+        return self._struct(
+            "kd_probe_view", n_rows=len(v["token"]), n_streams=n_streams, n_out=len(v["out_row"]), max_pages=max_pages,
+            mask=self._q(v["mask"]),
+            **{name: self._i(v[name]) for name in ("token", "position", "stream", "slot", "prefix", "page_table", "out_row")},
+        )  # fmt: skip
+
+    def _rope(self, rope):
+        positions, pairs = rope.cos.shape
+        return self._struct("kd_probe_rope", cos=self._f(rope.cos), sin=self._f(rope.sin), positions=positions, pairs=pairs)
+
+    def _shape(self, s):
+        return self._struct("kd_probe_shape", **vars(s))
+
+    def _draft_shape(self, d):
+        return self._struct("kd_probe_draft_shape", heads_rank=d.heads_rank, kv_heads_rank=d.kv_heads_rank,
+                            head_dim=d.head_dim, block=d.block)  # fmt: skip
+
+    def _trees(self, t):
+        return self._struct("kd_probe_trees", first_row=self._i(t["first_row"]), parent=self._i(t["parent"]))
+
+    def _kept_rows(self, kept):
+        return self._struct("kd_probe_kept", n=self._i(kept["n"]), node=self._i(kept["node"]))
+
+    # ---- rows --------------------------------------------------------------------------------------------------------
+
+    def embed(self, device, token, table, vocab_begin):
+        y = floats(len(token), table.shape[1])
+        self._run("embed", device, self._f(y), self._i(token), self._h(table), *table.shape, vocab_begin, len(token))
+        return (y,)
+
+    def zero(self, device, x):
+        x = owned(x)
+        self._run("zero", device, self._f(x), *x.shape)
+        return (x,)
+
+    def copy_rows(self, device, to, to_row, from_, from_row, n):
+        to = owned(to)
+        self._run("copy_rows", device, self._f(to), self._i(to_row), self._f(from_), self._i(from_row), n, len(to), len(from_),
+                  to.shape[1])  # fmt: skip
+        return (to,)
+
+    def rms_norm(self, device, x, w, eps):
+        y = floats(*x.shape)
+        self._run("rms_norm", device, self._f(y), self._f(x), self._f(w), *x.shape, eps)
+        return (y,)
+
+    def add_norm(self, device, x, y, w, eps):
+        h, x = floats(*x.shape), owned(x)
+        self._run("add_norm", device._replace(tp=len(y)), self._f(h), self._f(x), self._f(y), self._f(w), *x.shape, eps)
+        return h, x
+
+    def keep_tap(self, device, x):
+        tap = floats(*x.shape)
+        self._run("keep_tap", device, self._f(tap), self._f(x), *x.shape)
+        return (tap,)
+
+    # ---- linear ------------------------------------------------------------------------------------------------------
+
+    def linear(self, device, x, w, name="linear"):
+        y = floats(len(x), len(w))
+        self._run(name, device, self._f(y), self._f(x), self._h(w), len(x), *w.shape)
+        return (y,)
+
+    def logits(self, device, x, w):
+        return self.linear(device, x, w, "logits")
+
+    def swiglu(self, device, x):
+        y = floats(len(x), x.shape[1] // 2)
+        self._run("swiglu", device, self._f(y), self._f(x), *y.shape)
+        return (y,)
+
+    # ---- attention of the target -------------------------------------------------------------------------------------
+
+    def mla_query(self, device, q, k_up, rope, v, s):
+        q_lat = floats(len(q), s.heads_rank * s.kv_row)
+        self._run("mla_query", device, self._f(q_lat), self._f(q), self._h(k_up), self._rope(rope), self._view(v),
+                  self._shape(s))  # fmt: skip
+        return (q_lat,)
+
+    def mla_append(self, device, kv, kv_a, norm, rope, v, s):
+        kv = owned(kv)
+        self._run("mla_append", device, self._f(kv), self._f(kv_a), self._f(norm), self._rope(rope), self._view(v), len(kv),
+                  self._shape(s))  # fmt: skip
+        return (kv,)
+
+    def mla_attention(self, device, q_lat, kv, v, s):
+        o_lat = floats(len(q_lat), s.heads_rank * s.kv_lora)
+        self._run("mla_attention", device, self._f(o_lat), self._f(q_lat), self._f(kv), self._view(v), len(kv), self._shape(s))
+        return (o_lat,)
+
+    def mla_value(self, device, o_lat, v_up, s):
+        o = floats(len(o_lat), s.heads_rank * s.v_head)
+        self._run("mla_value", device, self._f(o), self._f(o_lat), self._h(v_up), len(o), self._shape(s))
+        return (o,)
+
+    # ---- experts -----------------------------------------------------------------------------------------------------
+
+    def route(self, device, h, router, bias, s):
+        expert, weight = np.empty((len(h), s.experts_per_token), np.int32), floats(len(h), s.experts_per_token)
+        self._run("route", device, self._i(expert), self._f(weight), self._f(h), self._f(router), self._f(bias), len(h),
+                  self._shape(s))  # fmt: skip
+        return expert, weight
+
+    def moe(self, device, y, h, expert, weight, w, s):
+        y = owned(y)
+        self._run("moe", device, self._f(y), self._f(h), self._i(expert), self._f(weight), self._u(w.gate_up.q),
+                  self._h(w.gate_up.s), self._u(w.down.q), self._h(w.down.s), w.count, len(y), self._shape(s))  # fmt: skip
+        return (y,)
+
+    # ---- drafter -----------------------------------------------------------------------------------------------------
+
+    def head_norm_rope(self, device, x, norm, rope, v, heads, head_dim, eps):
+        x = owned(x)
+        self._run("head_norm_rope", device, self._f(x), self._f(norm), self._rope(rope), self._view(v), heads, head_dim, eps)
+        return (x,)
+
+    def draft_append(self, device, k_pool, v_pool, k, v, view, d):
+        k_pool, v_pool = owned(k_pool), owned(v_pool)
+        self._run("draft_append", device, self._f(k_pool), self._f(v_pool), self._f(k), self._f(v), self._view(view),
+                  len(k_pool), self._draft_shape(d))  # fmt: skip
+        return k_pool, v_pool
+
+    def draft_attention(self, device, qkv, k_pool, v_pool, v, window, d):
+        o = floats(len(qkv), d.heads_rank * d.head_dim)
+        self._run("draft_attention", device, self._f(o), self._f(qkv), self._f(k_pool), self._f(v_pool), self._view(v), window,
+                  len(k_pool), self._draft_shape(d))  # fmt: skip
+        return (o,)
+
+    def top_logprobs(self, device, logits, k, s=None):
+        identity, logprob = np.empty((len(logits), k), np.int32), floats(len(logits), k)
+        self._run("top_logprobs", device, self._i(identity), self._f(logprob), self._f(logits), len(logits), k,
+                  logits.shape[1])  # fmt: skip
+        return identity, logprob
+
+    # ---- sampling and acceptance -------------------------------------------------------------------------------------
+
+    def sample(self, device, logits, sampling, v, s=None):
+        n = len(logits)
+        token, hashes, logprob = np.empty(n, np.int32), np.empty(n, np.uint64), floats(n)
+        ways = self.ffi.new("kd_probe_sampling[]", [vars(way) for way in sampling])
+        self._run("sample", device, self._i(token), self._q(hashes), self._f(logprob), self._f(logits), ways, self._view(v),
+                  logits.shape[1])  # fmt: skip
+        return token, hashes, logprob
+
+    def tree_accept(self, device, trees, choice, v):
+        streams = len(v["page_table"])
+        n, node = np.empty(streams, np.int32), np.empty((streams, 17), np.int32)
+        self._run("tree_accept", device, self._i(n), self._i(node), self._trees(trees), self._i(choice["token"]), self._view(v))
+        return n, node
+
+    def kv_commit(self, device, kv, kept, trees, v):
+        kv = owned(kv)
+        self._run("kv_commit", device, self._f(kv), self._kept_rows(kept), self._trees(trees), self._view(v), *kv.shape)
+        return (kv,)
+
+    def keep_taps(self, device, ring, taps, ring_slot, kept, trees, v, ring_rows):
+        ring = owned(ring)
+        self._run("keep_taps", device, self._f(ring), self._f(taps), self._i(ring_slot), self._kept_rows(kept),
+                  self._trees(trees), self._view(v), ring_rows, len(ring) // ring_rows, ring.shape[1])  # fmt: skip
+        return (ring,)
+
+
+def floats(*shape):
+    return np.empty(shape, np.float32)
+
+
+def owned(a):
+    """A copy that the probe may overwrite."""
+    return np.array(a, np.float32, order="C")

@@ -1,0 +1,262 @@
+"""Every operation of native/ops.h against its specification, and a row's independence of its company."""
+
+import functools
+
+import numpy as np
+import pytest
+import ref
+from probes import ISAS, Device, Probes
+
+COLLECTIVE = ("top_logprobs", "sample")  # with logits dealt out to ranks; add_norm has its ranks in the case
+
+# What is indexed by row: arguments and outputs. `v` or `view`: the rows of the view; `out`: the rows chosen from it.
+ROWS = {
+    "embed": ("token",),
+    "rms_norm": ("x",),
+    "add_norm": ("x", "y"),
+    "keep_tap": ("x",),
+    "linear": ("x",),
+    "logits": ("x",),
+    "swiglu": ("x",),
+    "mla_query": ("q", "v"),
+    "mla_attention": ("q_lat", "v"),
+    "mla_value": ("o_lat",),
+    "route": ("h",),
+    "moe": ("y", "h", "expert", "weight"),
+    "head_norm_rope": ("x", "v"),
+    "draft_attention": ("qkv", "v"),
+    "top_logprobs": ("logits",),
+    "sample": ("logits", "out"),
+}
+# Rows go to places of their own: any order gives the same pools.
+SCATTERED = {"mla_append": ("kv_a", "v"), "draft_append": ("k", "v", "view")}
+# Nothing to compute with: moved bits, checked exactly by the specification.
+MOVES = {"zero", "copy_rows", "tree_accept", "kv_commit", "keep_taps"}
+
+VIEW_ROWS = ("token", "position", "stream", "slot", "prefix", "mask")
+
+
+@pytest.fixture(scope="module")
+def probes(test_library):
+    return Probes(test_library)
+
+
+@pytest.fixture(scope="module", params=ISAS)
+def isa(request, probes):
+    if not probes.has(request.param):
+        pytest.skip(f"this machine has no {request.param}")
+    return request.param
+
+
+def assert_close(got, want, rms, worst, name=""):
+    """Both bounds are relative to the RMS of `want`, so cancellation does not trip them. Integers: equal."""
+    if np.issubdtype(got.dtype, np.integer):
+        wrong = np.argwhere(got != want)
+        assert not len(wrong), f"{name}: {len(wrong)} differ, first at {wrong[0]}: {got[tuple(wrong[0])]}"
+        return
+    got, want = got.astype(np.float64), np.asarray(want, np.float64)
+    finite = np.isfinite(want)
+    assert np.array_equal(np.isfinite(got), finite), f"{name}: NaN or inf where the specification has none"
+    if not finite.any():
+        return
+    scale = np.sqrt(np.mean(want[finite] ** 2)) or 1.0
+    error = np.where(finite, np.abs(np.where(finite, got, 0) - np.where(finite, want, 0)) / scale, 0)
+    at = np.unravel_index(error.argmax(), error.shape)
+    typical = np.sqrt(np.mean(error[finite] ** 2))
+    assert typical <= rms and error[at] <= worst, (
+        f"{name}: worst {error[at]:.2e} at {at}: got {got[at]:.6g}, specification {want[at]:.6g}; rms {typical:.2e}"
+    )
+
+
+def assert_same_bits(got, want, what):
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes(), f"{what}: result {i} has other bits"
+
+
+def more_cases(name, rng):
+    """What one implementation finds hard, beside the cases of the specification: long rows, many rows of one expert."""
+    if name == "moe":
+        for n, hidden, inter in [(31, 1056, 544), (50, 544, 32)]:
+            yield dict(y=ref.base.rand(rng, n, hidden), h=ref.base.rand(rng, n, hidden),
+                       expert=np.stack([rng.permutation(3)[:2] for _ in range(n)]).astype(np.int32),
+                       weight=rng.uniform(0.01, 1.5, (n, 2)).astype(np.float32),
+                       w=ref.Experts(ref.base.rand_w4(rng, 3 * 2 * inter, hidden), ref.base.rand_w4(rng, 3 * hidden, inter), 3),
+                       s=ref.moe.shape(hidden, inter, 3, 2))  # fmt: skip
+    if name in ("linear", "logits"):
+        yield dict(x=ref.base.rand(rng, 50, 2100), w=ref.base.rand_mat(rng, 70, 2100))
+
+
+@functools.cache
+def worked(name):
+    """The cases of an operation, each with what its specification says."""
+    op = ref.OPS[name]
+    cases = [*op.cases(np.random.default_rng(0)), *more_cases(name, np.random.default_rng(1))]
+    wanted = [op.spec(**case) for case in cases]
+    return [(case, want if isinstance(want, tuple) else (want,)) for case, want in zip(cases, wanted, strict=True)]
+
+
+def assert_matches(name, got, want):
+    op = ref.OPS[name]
+    for output, a, b in zip(op.outputs, got, want, strict=True):
+        if (name, output) == ("tree_accept", "node"):  # of each stream's path only the kept part means anything
+            for path, wanted, n in zip(a, b, want[0], strict=True):
+                assert path[:n].tolist() == wanted[:n].tolist()
+        else:
+            assert_close(a, b, **op.tolerance, name=output)
+
+
+@pytest.mark.parametrize("name", ref.OPS)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_op_matches_its_spec(name, threads, isa, probes):
+    for case, want in worked(name):
+        assert_matches(name, getattr(probes, name)(Device(isa, threads), **case), want)
+
+
+@pytest.mark.parametrize("name", COLLECTIVE)
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_ranks_agree_and_give_what_one_rank_gives(name, tp, probes):
+    for case, want in worked(name):
+        got = getattr(probes, name)(Device(tp=tp), **case)
+        assert_matches(name, got, want)
+        assert_same_bits(got, getattr(probes, name)(Device(), **case), f"{tp} ranks")
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_add_norm_adds_in_rank_order(tp, probes, isa):
+    """Partial sums whose float32 sum depends on the order: 1 + tiny + tiny .. is 1, tiny + tiny + .. + 1 is not."""
+    rng = np.random.default_rng(tp)
+    x = rng.standard_normal((5, 48)).astype(np.float32)
+    y = (rng.standard_normal((tp, 5, 48)) * 10.0 ** rng.integers(-6, 6, (tp, 5, 48))).astype(np.float32)
+    total = y[0]
+    for part in y[1:]:
+        total = total + part
+    _, got = probes.add_norm(Device(isa, threads=2), x=x, y=y, w=np.ones(48, np.float32), eps=1e-5)
+    assert got.tobytes() in ((x + total).tobytes(), functools.reduce(np.add, y, x).tobytes())
+
+
+@pytest.mark.parametrize("name", sorted(ref.OPS))
+def test_threads_change_no_bit(name, isa, probes):
+    for case, _ in worked(name):
+        run = getattr(probes, name)
+        want = run(Device(isa, 1), **case)
+        assert_same_bits(run(Device(isa, 1), **case), want, "the same call again")
+        for threads in 2, 3:
+            assert_same_bits(run(Device(isa, threads), **case), want, f"{threads} threads")
+
+
+def take(name, case, pick, arguments):
+    """The case with only the rows `pick`, in that order."""
+    case = dict(case)
+    for argument in arguments:
+        if argument == "out":
+            case["v"] = {**case["v"], "out_row": case["v"]["out_row"][pick]}
+        elif isinstance(case[argument], dict):
+            view = case[argument]
+            case[argument] = {**view, **{field: view[field][pick] for field in VIEW_ROWS},
+                              "out_row": np.arange(len(pick), dtype=np.int32)}  # fmt: skip
+        elif name == "add_norm" and argument == "y":
+            case["y"] = case["y"][:, pick]
+        else:
+            case[argument] = case[argument][pick]
+    return case
+
+
+def picks(name, case, n, rng):
+    """Selections of rows: alone, in other orders, in larger batches. Blocks of a draft stay together."""
+    block = case["d"].block if name == "draft_attention" else 1
+    units = n // block
+    chosen = [[0], [units // 2], [units - 1], np.arange(units)[::-1], rng.permutation(units),
+              np.concatenate((rng.integers(0, units, units), np.arange(units), rng.integers(0, units, 5))),
+              rng.integers(0, units, 3 * units + 1)]  # fmt: skip
+    return [(np.asarray(c)[:, None] * block + np.arange(block)).ravel() for c in chosen]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_does_not_depend_on_its_company(name, isa, probes):
+    rng = np.random.default_rng(1)
+    run = getattr(probes, name)
+    for case, _ in worked(name):
+        whole = run(Device(isa, 2), **case)
+        for pick in picks(name, case, len(whole[0]), rng):
+            part = run(Device(isa, 1 + len(pick) % 2), **take(name, case, pick, ROWS[name]))
+            assert_same_bits(part, [a[pick] for a in whole], f"rows {pick[:8]} of {len(whole[0])}")
+
+
+def planted(rng, starts, keys):
+    """A chain of 17 rows in a tree of each stream, each row but the root beside a sibling that is not among the rows.
+
+    Returns (view, pool) where stream i's root is at starts[i] and the key of position p, wherever it lies, is keys[p]; pool
+    rows that no row sees are NaN.
+    """
+    table, pages = ref.kv.random_page_table(rng, [start + 33 for start in starts])
+    pool = np.full((pages * ref.PAGE, keys.shape[1]), np.nan, np.float32)
+    node = np.concatenate(([0], np.arange(2, 33, 2)))  # nodes 1, 3, 5 .. are the siblings
+    mask = ref.kv.ancestor_masks([-1, *np.repeat(node[:-1], 2)])[node]
+    for i, start in enumerate(starts):
+        pool[ref.kv.pool_row({"page_table": table}, i, np.arange(start))] = keys[:start]
+        pool[ref.kv.pool_row({"page_table": table}, i, start + node)] = keys[start : start + 17]
+    rows = {"token": 0, "position": np.add.outer(starts, np.arange(17)), "stream": np.arange(len(starts))[:, None],
+            "slot": np.add.outer(starts, node), "prefix": np.array(starts)[:, None]}  # fmt: skip
+    view = {k: np.broadcast_to(a, (len(starts), 17)).astype(np.int32).ravel() for k, a in rows.items()}
+    view |= {"mask": np.tile(mask, (len(starts), 1)), "page_table": table, "out_row": np.arange(17 * len(starts), dtype=np.int32)}
+    return view, pool
+
+
+@pytest.mark.parametrize("shape", [0, 1])
+def test_attention_does_not_depend_on_the_tree(shape, isa, probes):
+    """The row of a position has the same bits as a prompt row, and at any depth below a root at any place."""
+    rng = np.random.default_rng(shape)
+    s = ref.mla.SHAPES[shape]
+    starts = [*range(52), *range(60, 70), *range(110, 132), 255, 256, 257]
+    length = max(starts) + 17
+    keys, q = ref.base.rand(rng, length, s.kv_row), ref.base.rand(rng, length, s.heads_rank * s.kv_row, std=2)
+    table, pages = ref.kv.random_page_table(rng, [length])
+    pool = np.full((pages * ref.PAGE, s.kv_row), np.nan, np.float32)
+    pool[ref.kv.pool_row({"page_table": table}, 0, np.arange(length))] = keys
+    prompt = ref.kv.make_view([(0, 0, np.zeros(length, np.int64), None)], table)
+    want = probes.mla_attention(Device(isa, 2), q_lat=q, kv=pool, v=prompt, s=s)[0]
+    assert_close(want, ref.mla.mla_attention(q, pool, prompt, s), **ref.OPS["mla_attention"].tolerance)
+
+    view, pool = planted(rng, starts, keys)
+    got = probes.mla_attention(Device(isa, 2), q_lat=q[view["position"]], kv=pool, v=view, s=s)[0]
+    other = np.flatnonzero((got != want[view["position"]]).any(axis=1))
+    assert not len(other), f"root {view['prefix'][other[0]]}, position {view['position'][other[0]]}: other bits than a prompt row"
+
+
+@pytest.mark.parametrize("name", SCATTERED)
+def test_the_order_of_appended_rows_does_not_matter(name, isa, probes):
+    rng = np.random.default_rng(1)
+    run = getattr(probes, name)
+    for case, _ in worked(name):
+        whole = run(Device(isa, 1), **case)
+        n = len(case[SCATTERED[name][0]])
+        for pick in np.arange(n)[::-1], rng.permutation(n):
+            assert_same_bits(run(Device(isa, 2), **take(name, case, pick, SCATTERED[name])), whole, "another order")
+
+
+def test_every_op_is_in_one_of_the_tables():
+    assert set(ref.OPS) == {*ROWS, *SCATTERED, *MOVES} & set(ref.OPS)
+
+
+def test_nan_logits_are_never_chosen(probes):
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((4, 300)).astype(np.float32)
+    logits[0, ::2] = np.nan
+    logits[1, logits[1].argmax()] = np.nan
+    logits[2] = np.nan
+    logits[3] = -np.inf
+    clean = np.where(np.isnan(logits), np.float32(-np.inf), logits)
+    v, _, _ = ref.kv.random_view(rng, [(10, 4, "prompt")])
+    for way in [ref.Sampling(want_logprob=1)] + [
+        ref.Sampling(temperature=1, seed=s, want_logprob=1, **more)
+        for s in range(20)
+        for more in ({}, dict(top_k=7), dict(top_p=0.9), dict(min_p=0.01), dict(top_k=100, top_p=0.5, min_p=0.01))
+    ]:
+        for tp in 1, 4:
+            got = probes.sample(Device(tp=tp), logits=logits, sampling=[way], v=v)
+            assert_same_bits(got, probes.sample(Device(tp=tp), logits=clean, sampling=[way], v=v), "NaN is -inf")
+            assert np.isfinite(logits[np.arange(2), got[0][:2]]).all()
+            assert got[0][2] == got[0][3] == 0
+    got = probes.top_logprobs(Device(), logits=logits, k=5)
+    assert_same_bits(got, probes.top_logprobs(Device(tp=4), logits=clean, k=5), "NaN is -inf")
+    assert got[0][2].tolist() == [0, 1, 2, 3, 4]
