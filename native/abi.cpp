@@ -48,7 +48,8 @@ int32_t guard(F&& body) noexcept {
 
 int in_range(int value, int fallback, int least, int most, const char* name) {
     if (value == 0) return fallback;
-    if (value < least || value > most) fail(KD_E_INVALID, "kd_options.%s is %d: %d .. %d, or 0", name, value, least, most);
+    if (value < least || value > most)
+        fail(KD_E_INVALID, "kd_options.%s is %d: %d .. %d, or 0", name, value, least, most);
     return value;
 }
 
@@ -98,17 +99,19 @@ kd::Sampling read_sampling(const kd_request& r) {
 
 std::unique_ptr<kd::Request> read_request(const kd_request* from, bool stop_strings_possible) {
     const kd_request c = read_struct(from, "kd_request");
-    constexpr uint32_t known = KD_REQUEST_HASH_LOGITS | KD_REQUEST_LOGPROBS | KD_REQUEST_COLD | KD_REQUEST_IGNORE_EOS |
-                               KD_REQUEST_OWN_BUILDER;
+    constexpr uint32_t known =
+        KD_REQUEST_HASH_LOGITS | KD_REQUEST_LOGPROBS | KD_REQUEST_COLD | KD_REQUEST_IGNORE_EOS | KD_REQUEST_OWN_BUILDER;
     if (c.flags & ~known) fail(KD_E_TOO_NEW, "kd_request.flags has 0x%x, unknown to this library", c.flags & ~known);
     if (!c.tokens || c.n_tokens == 0) fail(KD_E_INVALID, "the prompt is empty: give at least one token");
     if (c.n_tokens > INT32_MAX / 2 || c.max_tokens > INT32_MAX / 2)
-        fail(KD_E_CONTEXT, "%u prompt tokens and max_tokens %u: more than any model's context", c.n_tokens, c.max_tokens);
+        fail(KD_E_CONTEXT, "%u prompt tokens and max_tokens %u: more than any model's context", c.n_tokens,
+             c.max_tokens);
     if (c.max_tokens == 0) fail(KD_E_INVALID, "kd_request.max_tokens is 0: give at least 1");
     if (c.n_stop_ids > KD_MAX_STOP_IDS || (c.n_stop_ids && !c.stop_ids))
         fail(KD_E_INVALID, "kd_request has %u stop ids: at most %d, and an array", c.n_stop_ids, KD_MAX_STOP_IDS);
     if (c.n_stop_strings > KD_MAX_STOP_STRINGS || (c.n_stop_strings && !c.stop_strings))
-        fail(KD_E_INVALID, "kd_request has %u stop strings: at most %d, and an array", c.n_stop_strings, KD_MAX_STOP_STRINGS);
+        fail(KD_E_INVALID, "kd_request has %u stop strings: at most %d, and an array", c.n_stop_strings,
+             KD_MAX_STOP_STRINGS);
     if (c.n_stop_strings && !stop_strings_possible)
         fail(KD_E_STATE, "stop strings need the vocabulary's bytes: load the model with kd_load_options.token_bytes");
 
@@ -150,8 +153,8 @@ const char* kd_version(void) { return "0.1.0"; }
 const char* kd_build_info(void) {
     static char line[256] = "";
     if (!line[0])
-        snprintf(line, sizeof line, "kd %s, backend %s, instruction sets %s, compiler %s", kd_version(), kd::device::backend(),
-                 kd::device::built_isas(), __VERSION__);
+        snprintf(line, sizeof line, "kd %s, backend %s, instruction sets %s, compiler %s", kd_version(),
+                 kd::device::backend(), kd::device::built_isas(), __VERSION__);
     return line;
 }
 
@@ -307,8 +310,9 @@ int32_t kd_builder_list(kd_engine* engine, kd_builder_info* infos, uint32_t capa
         kd::Engine& e = open(engine);
         const uint32_t stride = capacity ? required(infos, "infos").size : 0;
         if (capacity && (stride < sizeof(kd_builder_info) || stride > kMaxStruct || stride % 4))
-            fail(KD_E_SIZE, "kd_builder_info.size of the first element is %u: set it to sizeof(kd_builder_info), %zu here",
-                 stride, sizeof(kd_builder_info));
+            fail(KD_E_SIZE,
+                 "kd_builder_info.size of the first element is %u: set it to sizeof(kd_builder_info), %zu here", stride,
+                 sizeof(kd_builder_info));
         const auto all = e.builders();
         for (size_t i = 0; i < std::min<size_t>(capacity, all.size()); i++) {
             auto* at = reinterpret_cast<kd_builder_info*>(reinterpret_cast<char*>(infos) + i * stride);

@@ -48,7 +48,8 @@ void draft_block(Rank& r, const View& v, int width) {
         const DraftLayer& w = m.draft_layers[i];
         ops::linear(a.draft_qkv, a.h, w.qkv, n);  // [q heads | k kv_heads | v kv_heads]
         ops::head_norm_rope(a.draft_qkv, w.q_norm, m.draft_rope, v, d.heads_rank, d.head_dim, d.rms_eps);
-        ops::head_norm_rope(a.draft_qkv.from(q_width), w.k_norm, m.draft_rope, v, d.kv_heads_rank, d.head_dim, d.rms_eps);
+        ops::head_norm_rope(a.draft_qkv.from(q_width), w.k_norm, m.draft_rope, v, d.kv_heads_rank, d.head_dim,
+                            d.rms_eps);
         ops::draft_attention(a.draft_o, a.draft_qkv, r.draft_k[i], r.draft_v[i], v, d.window[i], d);
         ops::linear(a.y, a.draft_o, w.o, n);  // hidden, partial
         ops::add_norm(a.h, a.x, a.y, w.post_norm, n, d.hidden, d.rms_eps);

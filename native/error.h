@@ -25,9 +25,9 @@ struct Error : std::runtime_error {
 }
 
 // For broken invariants of our own, never for input: latches the engine (KD_E_FATAL).
-#define KD_CHECK(e)                                                                                         \
-    do {                                                                                                    \
-        if (!(e)) ::kd::fail(KD_E_FATAL, "broken invariant `%s` at %s:%d", #e, __FILE__, __LINE__);         \
+#define KD_CHECK(e)                                                                                 \
+    do {                                                                                            \
+        if (!(e)) ::kd::fail(KD_E_FATAL, "broken invariant `%s` at %s:%d", #e, __FILE__, __LINE__); \
     } while (0)
 
 }  // namespace kd

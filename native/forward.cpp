@@ -12,21 +12,21 @@ void attention(Rank& r, const Layer& w, Rows kv, const View& v) {
     const Shape& s = m.shape;
     Activations& a = r.act;
     const int n = v.n_rows;
-    ops::linear(a.qkv_a, a.h, w.qkv_a, n);                                            // [q_lora | kv_lora | rope]
-    ops::mla_append(kv, a.qkv_a.from(s.q_lora), w.kv_a_norm, m.rope, v, s);           // cache: [latent | rope key]
+    ops::linear(a.qkv_a, a.h, w.qkv_a, n);                                   // [q_lora | kv_lora | rope]
+    ops::mla_append(kv, a.qkv_a.from(s.q_lora), w.kv_a_norm, m.rope, v, s);  // cache: [latent | rope key]
     ops::rms_norm(a.q_a, a.qkv_a, w.q_a_norm, n, s.q_lora, s.rms_eps_lora);
-    ops::linear(a.q, a.q_a, w.q_b, n);                                                // heads x [nope | rope]
-    ops::mla_query(a.q_lat, a.q, w.k_up, m.rope, v, s);                               // heads x [kv_lora | rope]
-    ops::mla_attention(a.o_lat, a.q_lat, kv, v, s);                                   // heads x kv_lora
-    ops::mla_value(a.o, a.o_lat, w.v_up, n, s);                                       // heads x v_head
-    ops::linear(a.y, a.o, w.o, n);                                                    // hidden, partial
+    ops::linear(a.q, a.q_a, w.q_b, n);                   // heads x [nope | rope]
+    ops::mla_query(a.q_lat, a.q, w.k_up, m.rope, v, s);  // heads x [kv_lora | rope]
+    ops::mla_attention(a.o_lat, a.q_lat, kv, v, s);      // heads x kv_lora
+    ops::mla_value(a.o, a.o_lat, w.v_up, n, s);          // heads x v_head
+    ops::linear(a.y, a.o, w.o, n);                       // hidden, partial
 }
 
 void mlp(Rank& r, Mat gate_up, Mat down, int n) {
     Activations& a = r.act;
     ops::linear(a.gate_up, a.h, gate_up, n);  // [gate | up]
     ops::swiglu(a.act, a.gate_up, n, down.k);
-    ops::linear(a.y, a.act, down, n);         // hidden, partial
+    ops::linear(a.y, a.act, down, n);  // hidden, partial
 }
 
 void experts(Rank& r, const Layer& w, int n) {
@@ -53,8 +53,10 @@ void forward(Rank& r, const View& v) {
         const Layer& w = m.layers[i];
         attention(r, w, r.kv[i], v);
         ops::add_norm(a.h, a.x, a.y, w.post_norm, n, s.hidden, s.rms_eps);
-        if (w.dense) mlp(r, w.gate_up, w.down, n);
-        else experts(r, w, n);
+        if (w.dense)
+            mlp(r, w.gate_up, w.down, n);
+        else
+            experts(r, w, n);
         const Vec next = i + 1 < s.layers ? m.layers[i + 1].input_norm : m.norm;
         ops::add_norm(a.h, a.x, a.y, next, n, s.hidden, s.rms_eps);
         if (tap < m.draft.taps.size() && m.draft.taps[tap] == i) {

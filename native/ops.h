@@ -67,7 +67,8 @@ void mla_value(Rows o, Rows o_lat, Mat v_up, int n_rows, const Shape& s);
 
 // s = sigmoid(router . h) in fp32; the experts_per_token experts of largest s + bias (ties: lowest id), largest first, with
 // weights s / (sum of s + 1e-20) * routed_scale (norm_topk) or s * routed_scale. expert, weight [n_rows][experts_per_token].
-void route(Dev<int32_t> expert, Dev<float> weight, Rows h, Dev<const float> router, Vec bias, int n_rows, const Shape& s);
+void route(Dev<int32_t> expert, Dev<float> weight, Rows h, Dev<const float> router, Vec bias, int n_rows,
+           const Shape& s);
 
 // y[r] adds sum over slots, in slot order, of weight * down(silu(gate h) * up h). The sum is formed first, then added.
 // Weights stay 4-bit up to registers.

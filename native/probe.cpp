@@ -89,27 +89,29 @@ extern "C" {
 
 // ---- rows -----------------------------------------------------------------------------------------------------------
 
-int32_t kd_probe_embed(const kd_probe_device* d, float* y, const int32_t* token, const uint16_t* table, int32_t vocab_rank,
-                       int32_t hidden, int32_t vocab_begin, int32_t n_rows) {
+int32_t kd_probe_embed(const kd_probe_device* d, float* y, const int32_t* token, const uint16_t* table,
+                       int32_t vocab_rank, int32_t hidden, int32_t vocab_begin, int32_t n_rows) {
     return run("embed", d, [&](Rig& rig) {
-        ops::embed(rig.out(y, n_rows, hidden), rig.in(token, n_rows), rig.mat(table, vocab_rank, hidden), vocab_begin, n_rows);
+        ops::embed(rig.out(y, n_rows, hidden), rig.in(token, n_rows), rig.mat(table, vocab_rank, hidden), vocab_begin,
+                   n_rows);
     });
 }
 
 int32_t kd_probe_zero(const kd_probe_device* d, float* x, int32_t n_rows, int32_t width) {
-    return run("zero", d, [&](Rig& rig) { ops::zero(rig.inout(x, static_cast<size_t>(n_rows) * width), n_rows, width); });
+    return run("zero", d,
+               [&](Rig& rig) { ops::zero(rig.inout(x, static_cast<size_t>(n_rows) * width), n_rows, width); });
 }
 
 int32_t kd_probe_copy_rows(const kd_probe_device* d, float* to, const int32_t* to_row, const float* from,
                            const int32_t* from_row, int32_t n, int32_t to_rows, int32_t from_rows, int32_t width) {
     return run("copy_rows", d, [&](Rig& rig) {
-        ops::copy_rows(rig.inout(to, to_rows, width), rig.in(to_row, n), rig.in(from, from_rows, width), rig.in(from_row, n), n,
-                       width);
+        ops::copy_rows(rig.inout(to, to_rows, width), rig.in(to_row, n), rig.in(from, from_rows, width),
+                       rig.in(from_row, n), n, width);
     });
 }
 
-int32_t kd_probe_rms_norm(const kd_probe_device* d, float* y, const float* x, const float* w, int32_t n_rows, int32_t width,
-                          float eps) {
+int32_t kd_probe_rms_norm(const kd_probe_device* d, float* y, const float* x, const float* w, int32_t n_rows,
+                          int32_t width, float eps) {
     return run("rms_norm", d, [&](Rig& rig) {
         ops::rms_norm(rig.out(y, n_rows, width), rig.in(x, n_rows, width), rig.in_const(w, width), n_rows, width, eps);
     });
@@ -132,26 +134,24 @@ int32_t kd_probe_keep_tap(const kd_probe_device* d, float* tap, const float* x, 
 
 // ---- linear ---------------------------------------------------------------------------------------------------------
 
-int32_t kd_probe_linear(const kd_probe_device* d, float* y, const float* x, const uint16_t* w, int32_t n_rows, int32_t n,
-                        int32_t k) {
-    return run("linear", d, [&](Rig& rig) {
-        ops::linear(rig.out(y, n_rows, n), rig.in(x, n_rows, k), rig.mat(w, n, k), n_rows);
-    });
+int32_t kd_probe_linear(const kd_probe_device* d, float* y, const float* x, const uint16_t* w, int32_t n_rows,
+                        int32_t n, int32_t k) {
+    return run("linear", d,
+               [&](Rig& rig) { ops::linear(rig.out(y, n_rows, n), rig.in(x, n_rows, k), rig.mat(w, n, k), n_rows); });
 }
 
-int32_t kd_probe_logits(const kd_probe_device* d, float* y, const float* x, const uint16_t* w, int32_t n_rows, int32_t n,
-                        int32_t k) {
+int32_t kd_probe_logits(const kd_probe_device* d, float* y, const float* x, const uint16_t* w, int32_t n_rows,
+                        int32_t n, int32_t k) {
     return run("logits", d, [&](Rig& rig) {
         const Rows to = rig.out(y, n_rows, n);
-        ops::logits(Dev<float>(static_cast<float*>(to.p)) + to.offset, to.stride, rig.in(x, n_rows, k), rig.mat(w, n, k),
-                    n_rows);
+        ops::logits(Dev<float>(static_cast<float*>(to.p)) + to.offset, to.stride, rig.in(x, n_rows, k),
+                    rig.mat(w, n, k), n_rows);
     });
 }
 
 int32_t kd_probe_swiglu(const kd_probe_device* d, float* y, const float* x, int32_t n_rows, int32_t width) {
-    return run("swiglu", d, [&](Rig& rig) {
-        ops::swiglu(rig.out(y, n_rows, width), rig.in(x, n_rows, 2 * width), n_rows, width);
-    });
+    return run("swiglu", d,
+               [&](Rig& rig) { ops::swiglu(rig.out(y, n_rows, width), rig.in(x, n_rows, 2 * width), n_rows, width); });
 }
 
 // ---- attention of the target ----------------------------------------------------------------------------------------
@@ -167,7 +167,8 @@ int32_t kd_probe_mla_query(const kd_probe_device* d, float* q_lat, const float* 
 }
 
 int32_t kd_probe_mla_append(const kd_probe_device* d, float* kv, const float* kv_a, const float* norm,
-                            const kd_probe_rope* rope, const kd_probe_view* v, int32_t pool_rows, const kd_probe_shape* p) {
+                            const kd_probe_rope* rope, const kd_probe_view* v, int32_t pool_rows,
+                            const kd_probe_shape* p) {
     return run("mla_append", d, [&](Rig& rig) {
         const Shape s = shape(p);
         ops::mla_append(rig.inout(kv, pool_rows, s.kv_row()), rig.in(kv_a, v->n_rows, s.kv_row()),
@@ -180,8 +181,8 @@ int32_t kd_probe_mla_attention(const kd_probe_device* d, float* o_lat, const flo
     return run("mla_attention", d, [&](Rig& rig) {
         const Shape s = shape(p);
         ops::mla_attention(rig.out(o_lat, v->n_rows, s.heads_rank * s.kv_lora),
-                           rig.in(q_lat, v->n_rows, s.heads_rank * s.kv_row()), rig.in(kv, pool_rows, s.kv_row()), rig.view(v),
-                           s);
+                           rig.in(q_lat, v->n_rows, s.heads_rank * s.kv_row()), rig.in(kv, pool_rows, s.kv_row()),
+                           rig.view(v), s);
     });
 }
 
@@ -202,13 +203,14 @@ int32_t kd_probe_route(const kd_probe_device* d, int32_t* expert, float* weight,
         const Shape s = shape(p);
         const size_t n = static_cast<size_t>(n_rows) * s.experts_per_token;
         ops::route(rig.out(expert, n), rig.out(weight, n), rig.in(h, n_rows, s.hidden),
-                   rig.in_const(router, static_cast<size_t>(s.experts) * s.hidden), rig.in_const(bias, s.experts), n_rows, s);
+                   rig.in_const(router, static_cast<size_t>(s.experts) * s.hidden), rig.in_const(bias, s.experts),
+                   n_rows, s);
     });
 }
 
 int32_t kd_probe_moe(const kd_probe_device* d, float* y, const float* h, const int32_t* expert, const float* weight,
-                     const uint32_t* gate_up_q, const uint16_t* gate_up_s, const uint32_t* down_q, const uint16_t* down_s,
-                     int32_t count, int32_t n_rows, const kd_probe_shape* p) {
+                     const uint32_t* gate_up_q, const uint16_t* gate_up_s, const uint32_t* down_q,
+                     const uint16_t* down_s, int32_t count, int32_t n_rows, const kd_probe_shape* p) {
     return run("moe", d, [&](Rig& rig) {
         const Shape s = shape(p);
         const size_t n = static_cast<size_t>(n_rows) * s.experts_per_token;
@@ -217,8 +219,8 @@ int32_t kd_probe_moe(const kd_probe_device* d, float* y, const float* h, const i
                   rig.w4(down_q, down_s, count * s.hidden, s.moe_inter_rank), count};
         w.gate_up.n = both;  // of one expert
         w.down.n = s.hidden;
-        ops::moe(rig.inout(y, n_rows, s.hidden), rig.in(h, n_rows, s.hidden), rig.in(expert, n), rig.in(weight, n), w, n_rows,
-                 s);
+        ops::moe(rig.inout(y, n_rows, s.hidden), rig.in(h, n_rows, s.hidden), rig.in(expert, n), rig.in(weight, n), w,
+                 n_rows, s);
     });
 }
 
@@ -249,13 +251,14 @@ int32_t kd_probe_draft_attention(const kd_probe_device* d, float* o, const float
         const DraftShape s = draft_shape(p);
         const int width = s.kv_heads_rank * s.head_dim;
         ops::draft_attention(rig.out(o, v->n_rows, s.heads_rank * s.head_dim),
-                             rig.in(qkv, v->n_rows, s.heads_rank * s.head_dim + 2 * width), rig.in(k_pool, pool_rows, width),
-                             rig.in(v_pool, pool_rows, width), rig.view(v), window, s);
+                             rig.in(qkv, v->n_rows, s.heads_rank * s.head_dim + 2 * width),
+                             rig.in(k_pool, pool_rows, width), rig.in(v_pool, pool_rows, width), rig.view(v), window,
+                             s);
     });
 }
 
-int32_t kd_probe_top_logprobs(const kd_probe_device* d, int32_t* id, float* logprob, const float* logits, int32_t n_rows,
-                              int32_t k, int32_t vocab) {
+int32_t kd_probe_top_logprobs(const kd_probe_device* d, int32_t* id, float* logprob, const float* logits,
+                              int32_t n_rows, int32_t k, int32_t vocab) {
     return run("top_logprobs", d, [&](Rig& rig) {
         const Shape s = vocab_shape(vocab, d->tp, rig.rank);
         const size_t n = static_cast<size_t>(n_rows) * k;
@@ -281,7 +284,8 @@ int32_t kd_probe_tree_accept(const kd_probe_device* d, int32_t* n, int32_t* node
                              const int32_t* choice_token, const kd_probe_view* view) {
     return run("tree_accept", d, [&](Rig& rig) {
         const View v = rig.view(view);
-        const Accepted out{rig.out(n, v.n_streams), rig.out(node, static_cast<size_t>(v.n_streams) * (KD_MAX_DEPTH + 1))};
+        const Accepted out{rig.out(n, v.n_streams),
+                           rig.out(node, static_cast<size_t>(v.n_streams) * (KD_MAX_DEPTH + 1))};
         Choice choice;
         choice.token = rig.in(choice_token, v.n_rows);
         ops::tree_accept(out, trees(rig, t, v), choice, v);
@@ -297,8 +301,8 @@ int32_t kd_probe_kv_commit(const kd_probe_device* d, float* kv, const kd_probe_k
 }
 
 int32_t kd_probe_keep_taps(const kd_probe_device* d, float* ring, const float* taps, const int32_t* ring_slot,
-                           const kd_probe_kept* k, const kd_probe_trees* t, const kd_probe_view* view, int32_t ring_rows,
-                           int32_t ring_slots, int32_t width) {
+                           const kd_probe_kept* k, const kd_probe_trees* t, const kd_probe_view* view,
+                           int32_t ring_rows, int32_t ring_slots, int32_t width) {
     return run("keep_taps", d, [&](Rig& rig) {
         const View v = rig.view(view);
         ops::keep_taps(rig.inout(ring, ring_rows * ring_slots, width), rig.in(taps, v.n_rows, width),
@@ -309,7 +313,8 @@ int32_t kd_probe_keep_taps(const kd_probe_device* d, float* ring, const float* t
 // ---- trees ----------------------------------------------------------------------------------------------------------
 
 const char* kd_probe_check_tree(const void* in, const void* out, int32_t vocab, int32_t max_depth) {
-    return tree::check_tree(*static_cast<const kd_tree_in*>(in), *static_cast<const kd_tree_out*>(out), vocab, max_depth);
+    return tree::check_tree(*static_cast<const kd_tree_in*>(in), *static_cast<const kd_tree_out*>(out), vocab,
+                            max_depth);
 }
 
 void kd_probe_node_gains(double* gain, const void* in, const void* out) {

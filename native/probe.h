@@ -25,9 +25,9 @@ typedef struct kd_probe_device {
 
 /* native/types.h Shape, in its order */
 typedef struct kd_probe_shape {
-    int32_t hidden, layers, dense_layers, heads, heads_rank, q_lora, kv_lora, nope, rope, v_head, inter, inter_rank, moe_inter,
-        moe_inter_rank, shared_inter, shared_inter_rank, experts, experts_per_token, vocab, vocab_begin, vocab_rank,
-        max_positions;
+    int32_t hidden, layers, dense_layers, heads, heads_rank, q_lora, kv_lora, nope, rope, v_head, inter, inter_rank,
+        moe_inter, moe_inter_rank, shared_inter, shared_inter_rank, experts, experts_per_token, vocab, vocab_begin,
+        vocab_rank, max_positions;
     float rms_eps, rms_eps_lora, score_scale, routed_scale;
     int32_t norm_topk, tp, rank;
 } kd_probe_shape;
@@ -39,7 +39,7 @@ typedef struct kd_probe_draft_shape {
 typedef struct kd_probe_view {
     int32_t n_rows, n_streams, n_out, max_pages;
     const int32_t *token, *position, *stream, *slot, *prefix;
-    const uint64_t *mask;
+    const uint64_t* mask;
     const int32_t *page_table, *out_row;
 } kd_probe_view;
 
@@ -65,72 +65,72 @@ typedef struct kd_probe_kept {
 } kd_probe_kept;
 
 /* The sentence of the last failure of this thread. */
-const char *kd_probe_error(void);
+const char* kd_probe_error(void);
 
 /* KD_OK if this machine has the instruction set. */
 int32_t kd_probe_isa(int32_t isa);
 
 /* Outputs, inputs, weights, sizes, shape: as in ops.h. Where an output is also an input, it is given filled. */
-int32_t kd_probe_embed(const kd_probe_device *, float *y, const int32_t *token, const uint16_t *table, int32_t vocab_rank,
-                       int32_t hidden, int32_t vocab_begin, int32_t n_rows);
-int32_t kd_probe_zero(const kd_probe_device *, float *x, int32_t n_rows, int32_t width);
-int32_t kd_probe_copy_rows(const kd_probe_device *, float *to, const int32_t *to_row, const float *from,
-                           const int32_t *from_row, int32_t n, int32_t to_rows, int32_t from_rows, int32_t width);
-int32_t kd_probe_rms_norm(const kd_probe_device *, float *y, const float *x, const float *w, int32_t n_rows, int32_t width,
-                          float eps);
-/* y [tp][n_rows][width] */
-int32_t kd_probe_add_norm(const kd_probe_device *, float *h, float *x, const float *y, const float *w, int32_t n_rows,
+int32_t kd_probe_embed(const kd_probe_device*, float* y, const int32_t* token, const uint16_t* table,
+                       int32_t vocab_rank, int32_t hidden, int32_t vocab_begin, int32_t n_rows);
+int32_t kd_probe_zero(const kd_probe_device*, float* x, int32_t n_rows, int32_t width);
+int32_t kd_probe_copy_rows(const kd_probe_device*, float* to, const int32_t* to_row, const float* from,
+                           const int32_t* from_row, int32_t n, int32_t to_rows, int32_t from_rows, int32_t width);
+int32_t kd_probe_rms_norm(const kd_probe_device*, float* y, const float* x, const float* w, int32_t n_rows,
                           int32_t width, float eps);
-int32_t kd_probe_keep_tap(const kd_probe_device *, float *tap, const float *x, int32_t n_rows, int32_t width);
-int32_t kd_probe_linear(const kd_probe_device *, float *y, const float *x, const uint16_t *w, int32_t n_rows, int32_t n,
+/* y [tp][n_rows][width] */
+int32_t kd_probe_add_norm(const kd_probe_device*, float* h, float* x, const float* y, const float* w, int32_t n_rows,
+                          int32_t width, float eps);
+int32_t kd_probe_keep_tap(const kd_probe_device*, float* tap, const float* x, int32_t n_rows, int32_t width);
+int32_t kd_probe_linear(const kd_probe_device*, float* y, const float* x, const uint16_t* w, int32_t n_rows, int32_t n,
                         int32_t k);
-int32_t kd_probe_logits(const kd_probe_device *, float *y, const float *x, const uint16_t *w, int32_t n_rows, int32_t n,
+int32_t kd_probe_logits(const kd_probe_device*, float* y, const float* x, const uint16_t* w, int32_t n_rows, int32_t n,
                         int32_t k);
-int32_t kd_probe_swiglu(const kd_probe_device *, float *y, const float *x, int32_t n_rows, int32_t width);
-int32_t kd_probe_mla_query(const kd_probe_device *, float *q_lat, const float *q, const uint16_t *k_up,
-                           const kd_probe_rope *, const kd_probe_view *, const kd_probe_shape *);
-int32_t kd_probe_mla_append(const kd_probe_device *, float *kv, const float *kv_a, const float *norm, const kd_probe_rope *,
-                            const kd_probe_view *, int32_t pool_rows, const kd_probe_shape *);
-int32_t kd_probe_mla_attention(const kd_probe_device *, float *o_lat, const float *q_lat, const float *kv,
-                               const kd_probe_view *, int32_t pool_rows, const kd_probe_shape *);
-int32_t kd_probe_mla_value(const kd_probe_device *, float *o, const float *o_lat, const uint16_t *v_up, int32_t n_rows,
-                           const kd_probe_shape *);
-int32_t kd_probe_route(const kd_probe_device *, int32_t *expert, float *weight, const float *h, const float *router,
-                       const float *bias, int32_t n_rows, const kd_probe_shape *);
-int32_t kd_probe_moe(const kd_probe_device *, float *y, const float *h, const int32_t *expert, const float *weight,
-                     const uint32_t *gate_up_q, const uint16_t *gate_up_s, const uint32_t *down_q, const uint16_t *down_s,
-                     int32_t count, int32_t n_rows, const kd_probe_shape *);
-int32_t kd_probe_head_norm_rope(const kd_probe_device *, float *x, const float *norm, const kd_probe_rope *,
-                                const kd_probe_view *, int32_t heads, int32_t head_dim, float eps);
-int32_t kd_probe_draft_append(const kd_probe_device *, float *k_pool, float *v_pool, const float *k, const float *v,
-                              const kd_probe_view *, int32_t pool_rows, const kd_probe_draft_shape *);
-int32_t kd_probe_draft_attention(const kd_probe_device *, float *o, const float *qkv, const float *k_pool,
-                                 const float *v_pool, const kd_probe_view *, int32_t window, int32_t pool_rows,
-                                 const kd_probe_draft_shape *);
+int32_t kd_probe_swiglu(const kd_probe_device*, float* y, const float* x, int32_t n_rows, int32_t width);
+int32_t kd_probe_mla_query(const kd_probe_device*, float* q_lat, const float* q, const uint16_t* k_up,
+                           const kd_probe_rope*, const kd_probe_view*, const kd_probe_shape*);
+int32_t kd_probe_mla_append(const kd_probe_device*, float* kv, const float* kv_a, const float* norm,
+                            const kd_probe_rope*, const kd_probe_view*, int32_t pool_rows, const kd_probe_shape*);
+int32_t kd_probe_mla_attention(const kd_probe_device*, float* o_lat, const float* q_lat, const float* kv,
+                               const kd_probe_view*, int32_t pool_rows, const kd_probe_shape*);
+int32_t kd_probe_mla_value(const kd_probe_device*, float* o, const float* o_lat, const uint16_t* v_up, int32_t n_rows,
+                           const kd_probe_shape*);
+int32_t kd_probe_route(const kd_probe_device*, int32_t* expert, float* weight, const float* h, const float* router,
+                       const float* bias, int32_t n_rows, const kd_probe_shape*);
+int32_t kd_probe_moe(const kd_probe_device*, float* y, const float* h, const int32_t* expert, const float* weight,
+                     const uint32_t* gate_up_q, const uint16_t* gate_up_s, const uint32_t* down_q,
+                     const uint16_t* down_s, int32_t count, int32_t n_rows, const kd_probe_shape*);
+int32_t kd_probe_head_norm_rope(const kd_probe_device*, float* x, const float* norm, const kd_probe_rope*,
+                                const kd_probe_view*, int32_t heads, int32_t head_dim, float eps);
+int32_t kd_probe_draft_append(const kd_probe_device*, float* k_pool, float* v_pool, const float* k, const float* v,
+                              const kd_probe_view*, int32_t pool_rows, const kd_probe_draft_shape*);
+int32_t kd_probe_draft_attention(const kd_probe_device*, float* o, const float* qkv, const float* k_pool,
+                                 const float* v_pool, const kd_probe_view*, int32_t window, int32_t pool_rows,
+                                 const kd_probe_draft_shape*);
 /* logits [n_rows][vocab], dealt out to the ranks in nearly equal parts */
-int32_t kd_probe_top_logprobs(const kd_probe_device *, int32_t *id, float *logprob, const float *logits, int32_t n_rows,
+int32_t kd_probe_top_logprobs(const kd_probe_device*, int32_t* id, float* logprob, const float* logits, int32_t n_rows,
                               int32_t k, int32_t vocab);
 /* logits [n_out][vocab], dealt out likewise; sampling [n_streams] */
-int32_t kd_probe_sample(const kd_probe_device *, int32_t *token, uint64_t *hash, float *logprob, const float *logits,
-                        const kd_probe_sampling *, const kd_probe_view *, int32_t vocab);
-int32_t kd_probe_tree_accept(const kd_probe_device *, int32_t *n, int32_t *node, const kd_probe_trees *,
-                             const int32_t *choice_token, const kd_probe_view *);
-int32_t kd_probe_kv_commit(const kd_probe_device *, float *kv, const kd_probe_kept *, const kd_probe_trees *,
-                           const kd_probe_view *, int32_t pool_rows, int32_t width);
-int32_t kd_probe_keep_taps(const kd_probe_device *, float *ring, const float *taps, const int32_t *ring_slot,
-                           const kd_probe_kept *, const kd_probe_trees *, const kd_probe_view *, int32_t ring_rows,
+int32_t kd_probe_sample(const kd_probe_device*, int32_t* token, uint64_t* hash, float* logprob, const float* logits,
+                        const kd_probe_sampling*, const kd_probe_view*, int32_t vocab);
+int32_t kd_probe_tree_accept(const kd_probe_device*, int32_t* n, int32_t* node, const kd_probe_trees*,
+                             const int32_t* choice_token, const kd_probe_view*);
+int32_t kd_probe_kv_commit(const kd_probe_device*, float* kv, const kd_probe_kept*, const kd_probe_trees*,
+                           const kd_probe_view*, int32_t pool_rows, int32_t width);
+int32_t kd_probe_keep_taps(const kd_probe_device*, float* ring, const float* taps, const int32_t* ring_slot,
+                           const kd_probe_kept*, const kd_probe_trees*, const kd_probe_view*, int32_t ring_rows,
                            int32_t ring_slots, int32_t width);
 
 /* ---- trees (native/tree/registry.h) ------------------------------------------------------------------------------- */
 
 /* check_tree: what is wrong with the tree, or NULL. in and out are kd_tree_in and kd_tree_out. */
-const char *kd_probe_check_tree(const void *in, const void *out, int32_t vocab, int32_t max_depth);
+const char* kd_probe_check_tree(const void* in, const void* out, int32_t vocab, int32_t max_depth);
 
 /* node_gains: gain has room for out->n doubles. */
-void kd_probe_node_gains(double *gain, const void *in, const void *out);
+void kd_probe_node_gains(double* gain, const void* in, const void* out);
 
 /* cut_trees: ins and outs are arrays of n_streams pointers. Returns the rows left. */
-int32_t kd_probe_cut_trees(const void *const *ins, void *const *outs, int32_t n_streams, int32_t max_rows);
+int32_t kd_probe_cut_trees(const void* const* ins, void* const* outs, int32_t n_streams, int32_t max_rows);
 
 /* cdef: end */
 

@@ -59,7 +59,8 @@ KD_PROBE int kd_probe_cache_allocate(kd::KvCache* cache, int32_t* pages, int cou
     return 1;
 }
 
-KD_PROBE void kd_probe_cache_publish(kd::KvCache* cache, const int32_t* tokens, int n, const int32_t* pages, int n_pages) {
+KD_PROBE void kd_probe_cache_publish(kd::KvCache* cache, const int32_t* tokens, int n, const int32_t* pages,
+                                     int n_pages) {
     cache->publish(tokens, n, std::vector<int32_t>(pages, pages + n_pages));
 }
 
@@ -81,8 +82,10 @@ KD_PROBE void kd_probe_text_delete(kd::TextStream* text) { delete text; }
 KD_PROBE int kd_probe_text_add(kd::TextStream* text, const char* bytes, int length, char* out, int* stopped) {
     std::string released;
     *stopped = 0;
-    if (length < 0) text->finish(released);
-    else *stopped = text->add(std::string_view(bytes, size_t(length)), released);
+    if (length < 0)
+        text->finish(released);
+    else
+        *stopped = text->add(std::string_view(bytes, size_t(length)), released);
     memcpy(out, released.data(), released.size());
     return int(released.size());
 }

@@ -37,8 +37,10 @@ void* Rig::place(void* host, size_t begin, size_t stride, size_t piece, size_t p
     for (size_t i = 0; i + poison_size <= total; i += poison_size) std::memcpy(&b.image[i], poison, poison_size);
     for (size_t i = 0; i < pieces; i++) {
         char* to = b.image.data() + begin + i * stride;
-        if (read) std::memcpy(to, static_cast<char*>(host) + i * piece, piece);
-        else std::memset(to, 0xAA, piece);
+        if (read)
+            std::memcpy(to, static_cast<char*>(host) + i * piece, piece);
+        else
+            std::memset(to, 0xAA, piece);
     }
     b.device = device::alloc(total);
     b.host = written ? host : nullptr;
@@ -55,8 +57,9 @@ Rows Rig::rows(float* host, int n_rows, int width, bool read, bool written) {
     constexpr int offset = 5, spare_columns = 7, spare_rows = 2;
     const int stride = width + spare_columns;
     const uint32_t poison = read ? kSignalling : 0xAAAAAAAA;
-    void* p = place(host, offset * sizeof(float), stride * sizeof(float), width * sizeof(float), n_rows,
-                    static_cast<size_t>(n_rows + spare_rows) * stride * sizeof(float), &poison, sizeof poison, read, written);
+    void* p =
+        place(host, offset * sizeof(float), stride * sizeof(float), width * sizeof(float), n_rows,
+              static_cast<size_t>(n_rows + spare_rows) * stride * sizeof(float), &poison, sizeof poison, read, written);
     return {p, stride, offset};
 }
 
@@ -98,8 +101,8 @@ void Rig::finish(const char* name) {
         }
         for (size_t i = 0; i < now.size(); i++) {
             if (now[i] == expected[i]) continue;
-            fail(KD_E_FATAL, "%s: rank %d: byte %zu of array %zu was overwritten, which is not part of a result", name, rank, i,
-                 static_cast<size_t>(&b - buffers_.data()));
+            fail(KD_E_FATAL, "%s: rank %d: byte %zu of array %zu was overwritten, which is not part of a result", name,
+                 rank, i, static_cast<size_t>(&b - buffers_.data()));
         }
     }
 }

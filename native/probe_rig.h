@@ -29,7 +29,9 @@ class Rig {
 
     const int rank;
 
-    Rows in(const float* host, int n_rows, int width) { return rows(const_cast<float*>(host), n_rows, width, true, false); }
+    Rows in(const float* host, int n_rows, int width) {
+        return rows(const_cast<float*>(host), n_rows, width, true, false);
+    }
     Rows out(float* host, int n_rows, int width) { return rows(host, n_rows, width, false, true); }
     Rows inout(float* host, int n_rows, int width) { return rows(host, n_rows, width, true, true); }
 
@@ -69,8 +71,8 @@ class Rig {
   private:
     struct Buffer {
         void* device = nullptr;
-        void* host = nullptr;     // where results go; nullptr: an input
-        std::vector<char> image;  // what was uploaded
+        void* host = nullptr;                                 // where results go; nullptr: an input
+        std::vector<char> image;                              // what was uploaded
         size_t begin = 0, stride = 0, piece = 0, pieces = 0;  // bytes of the values; the rest is guard
     };
 

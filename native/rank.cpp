@@ -19,8 +19,8 @@ Dev<T> Rank::array(size_t n) {
 
 uint64_t Rank::kv_bytes_token(const Model& m) {
     const DraftShape& d = m.draft;
-    const uint64_t elements = uint64_t(m.shape.layers) * m.shape.kv_row() +
-                              uint64_t(d.layers) * 2 * d.kv_heads_rank * d.head_dim;
+    const uint64_t elements =
+        uint64_t(m.shape.layers) * m.shape.kv_row() + uint64_t(d.layers) * 2 * d.kv_heads_rank * d.head_dim;
     return elements * device::act_bytes();
 }
 

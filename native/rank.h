@@ -8,34 +8,34 @@ namespace kd {
 
 // Largest counts a rank's buffers are made for.
 struct Limits {
-    int rows = 0;       // rows of one step
-    int streams = 0;    // sequences of one step
-    int tree_width = 0; // candidates a depth of a draft table
+    int rows = 0;        // rows of one step
+    int streams = 0;     // sequences of one step
+    int tree_width = 0;  // candidates a depth of a draft table
     int kv_pages = 0;
     int pages_sequence = 0;  // pages of one sequence
 };
 
 // Rows of a step on their way through the layers. Named as in forward.cpp; reused by every layer.
 struct Activations {
-    Dev<float> x;      // residual stream [rows][hidden]
-    Rows h, y;         // normed input and output of a block [rows][hidden]
-    Rows qkv_a;        // [q_lora + kv_lora + rope]
-    Rows q_a;          // [q_lora]
-    Rows q;            // [heads][nope + rope]
-    Rows q_lat;        // [heads][kv_lora + rope]
-    Rows o_lat;        // [heads][kv_lora]
-    Rows o;            // [heads][v_head]
-    Rows gate_up;      // [2 * inter]
-    Rows act;          // [inter]
+    Dev<float> x;  // residual stream [rows][hidden]
+    Rows h, y;     // normed input and output of a block [rows][hidden]
+    Rows qkv_a;    // [q_lora + kv_lora + rope]
+    Rows q_a;      // [q_lora]
+    Rows q;        // [heads][nope + rope]
+    Rows q_lat;    // [heads][kv_lora + rope]
+    Rows o_lat;    // [heads][kv_lora]
+    Rows o;        // [heads][v_head]
+    Rows gate_up;  // [2 * inter]
+    Rows act;      // [inter]
     Dev<int32_t> expert;
-    Dev<float> weight; // [rows][experts_per_token]
-    Rows taps;         // [taps][hidden]
-    Rows out;          // rows whose logits are wanted [hidden]
-    Dev<float> logits; // [rows][vocab_rank]
+    Dev<float> weight;  // [rows][experts_per_token]
+    Rows taps;          // [taps][hidden]
+    Rows out;           // rows whose logits are wanted [hidden]
+    Dev<float> logits;  // [rows][vocab_rank]
 
-    Rows draft_taps;   // taps of tokens not yet projected [taps][hidden]
-    Rows draft_qkv;    // [q heads | k kv_heads | v kv_heads][head_dim]
-    Rows draft_o;      // [heads][head_dim]
+    Rows draft_taps;  // taps of tokens not yet projected [taps][hidden]
+    Rows draft_qkv;   // [q heads | k kv_heads | v kv_heads][head_dim]
+    Rows draft_o;     // [heads][head_dim]
 };
 
 // The arrays behind a View.

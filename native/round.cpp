@@ -115,8 +115,11 @@ void plant(Stage& g, std::span<Sequence* const> batch, int width, StepCounts& co
         in.token = &g.table_token[table * depth * width];
         in.logprob = &g.table_logprob[table * depth * width];
         table++;
-        if (q.planting.builder->build(in, out) != KD_OK || tree::check_tree(in, out, m.shape.vocab)) {
-            out.n = 0;
+        const kd_tree_out given = out;
+        const int32_t status = q.planting.builder->build(in, out);
+        const bool ours = out.token == given.token && out.parent == given.parent;
+        if (status != KD_OK || !ours || tree::check_tree(in, out, m.shape.vocab)) {
+            out = given;
             counts.builder_failures++;
         }
     }

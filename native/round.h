@@ -27,8 +27,8 @@ struct Sequence {
     std::vector<int32_t> tokens;  // prompt, then what was generated
     int prompt = 0;
     int max_tokens = 0;
-    int start = 0;                // KV rows committed
-    int draft_start = 0;          // rows that have drafter K/V; the taps of draft_start .. start - 1 wait in the ring
+    int start = 0;        // KV rows committed
+    int draft_start = 0;  // rows that have drafter K/V; the taps of draft_start .. start - 1 wait in the ring
     std::vector<int32_t> pages;
     Sampling sampling;
     Planting planting;

@@ -23,7 +23,8 @@ int StepView::add_stream(const std::vector<int32_t>& pages) {
     return int(pages_.size()) - 1;
 }
 
-int StepView::add_row(int32_t token, int32_t position, int32_t stream, int32_t slot, int32_t prefix, const uint64_t* mask) {
+int StepView::add_row(int32_t token, int32_t position, int32_t stream, int32_t slot, int32_t prefix,
+                      const uint64_t* mask) {
     token_.push_back(token);
     position_.push_back(position);
     stream_.push_back(stream);

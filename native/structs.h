@@ -32,7 +32,8 @@ void check_input(const T* s, const char* name) {
     const char* bytes = reinterpret_cast<const char*>(s);
     for (uint32_t i = sizeof(T); i < s->size; i++)
         if (bytes[i])
-            fail(KD_E_TOO_NEW, "%s has a field at byte %u that this library (ABI %d) does not know", name, i, KD_ABI_VERSION);
+            fail(KD_E_TOO_NEW, "%s has a field at byte %u that this library (ABI %d) does not know", name, i,
+                 KD_ABI_VERSION);
     if constexpr (requires { s->reserved0; })
         if (s->reserved0) fail(KD_E_TOO_NEW, "%s.reserved0 is %u: zero it", name, unsigned(s->reserved0));
 }

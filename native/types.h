@@ -112,12 +112,12 @@ struct DraftShape {
 
 struct Layer {
     Vec input_norm, post_norm, q_a_norm, kv_a_norm;
-    Mat qkv_a;  // [q_lora + kv_lora + rope][hidden], replicated
-    Mat q_b;    // [heads_rank * (nope + rope)][q_lora]
-    Mat k_up;   // per head [nope][kv_lora]: heads_rank * nope rows
-    Mat v_up;   // per head [v_head][kv_lora]
-    Mat o;      // [hidden][heads_rank * v_head], partial sums
-    Mat gate_up, down;  // dense layer: [2 * inter_rank][hidden], [hidden][inter_rank]
+    Mat qkv_a;                // [q_lora + kv_lora + rope][hidden], replicated
+    Mat q_b;                  // [heads_rank * (nope + rope)][q_lora]
+    Mat k_up;                 // per head [nope][kv_lora]: heads_rank * nope rows
+    Mat v_up;                 // per head [v_head][kv_lora]
+    Mat o;                    // [hidden][heads_rank * v_head], partial sums
+    Mat gate_up, down;        // dense layer: [2 * inter_rank][hidden], [hidden][inter_rank]
     Dev<const float> router;  // [experts][hidden], fp32
     Vec router_bias;          // [experts]
     Experts routed;
@@ -157,16 +157,16 @@ constexpr int kMaskWords = KD_MAX_NODES / 64 + 1;  // ancestor bits of a row: th
 struct View {
     int n_rows = 0;
     int n_streams = 0;
-    int n_out = 0;                     // rows whose logits are wanted
-    int max_pages = 0;                 // stride of page_table
-    Dev<int32_t> token;                // [n_rows]
-    Dev<int32_t> position;             // [n_rows] absolute
-    Dev<int32_t> stream;               // [n_rows] index into page_table
-    Dev<int32_t> slot;                 // [n_rows] KV row it is written to
-    Dev<int32_t> prefix;               // [n_rows] KV rows every one of which it sees
-    Dev<uint64_t> mask;                // [n_rows][kMaskWords]
-    Dev<int32_t> page_table;           // [n_streams][max_pages]: page of slots KD_PAGE_TOKENS * i ..
-    Dev<int32_t> out_row;              // [n_out]
+    int n_out = 0;            // rows whose logits are wanted
+    int max_pages = 0;        // stride of page_table
+    Dev<int32_t> token;       // [n_rows]
+    Dev<int32_t> position;    // [n_rows] absolute
+    Dev<int32_t> stream;      // [n_rows] index into page_table
+    Dev<int32_t> slot;        // [n_rows] KV row it is written to
+    Dev<int32_t> prefix;      // [n_rows] KV rows every one of which it sees
+    Dev<uint64_t> mask;       // [n_rows][kMaskWords]
+    Dev<int32_t> page_table;  // [n_streams][max_pages]: page of slots KD_PAGE_TOKENS * i ..
+    Dev<int32_t> out_row;     // [n_out]
 };
 
 // How the tokens of one stream are chosen.
@@ -184,9 +184,9 @@ struct Sampling {
 
 // Chosen token of each logits row.
 struct Choice {
-    Dev<int32_t> token;     // [n_out]
-    Dev<uint64_t> hash;     // [n_out] if wanted, else 0
-    Dev<float> logprob;     // [n_out] if wanted, else 0
+    Dev<int32_t> token;  // [n_out]
+    Dev<uint64_t> hash;  // [n_out] if wanted, else 0
+    Dev<float> logprob;  // [n_out] if wanted, else 0
 };
 
 // The trees of one round. Rows of stream s are first_row[s] .. first_row[s + 1] - 1, the root first.

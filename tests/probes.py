@@ -89,7 +89,9 @@ class Probes:
 
     def _rope(self, rope):
         positions, pairs = rope.cos.shape
-        return self._struct("kd_probe_rope", cos=self._f(rope.cos), sin=self._f(rope.sin), positions=positions, pairs=pairs)
+        return self._struct(
+            "kd_probe_rope", cos=self._f(rope.cos), sin=self._f(rope.sin), positions=positions, pairs=pairs
+        )
 
     def _shape(self, s):
         return self._struct("kd_probe_shape", **vars(s))
@@ -168,7 +170,9 @@ class Probes:
 
     def mla_attention(self, device, q_lat, kv, v, s):
         o_lat = floats(len(q_lat), s.heads_rank * s.kv_lora)
-        self._run("mla_attention", device, self._f(o_lat), self._f(q_lat), self._f(kv), self._view(v), len(kv), self._shape(s))
+        self._run(
+            "mla_attention", device, self._f(o_lat), self._f(q_lat), self._f(kv), self._view(v), len(kv), self._shape(s)
+        )
         return (o_lat,)
 
     def mla_value(self, device, o_lat, v_up, s):
@@ -194,7 +198,9 @@ class Probes:
 
     def head_norm_rope(self, device, x, norm, rope, v, heads, head_dim, eps):
         x = owned(x)
-        self._run("head_norm_rope", device, self._f(x), self._f(norm), self._rope(rope), self._view(v), heads, head_dim, eps)
+        self._run(
+            "head_norm_rope", device, self._f(x), self._f(norm), self._rope(rope), self._view(v), heads, head_dim, eps
+        )
         return (x,)
 
     def draft_append(self, device, k_pool, v_pool, k, v, view, d):
@@ -228,7 +234,15 @@ class Probes:
     def tree_accept(self, device, trees, choice, v):
         streams = len(v["page_table"])
         n, node = np.empty(streams, np.int32), np.empty((streams, 17), np.int32)
-        self._run("tree_accept", device, self._i(n), self._i(node), self._trees(trees), self._i(choice["token"]), self._view(v))
+        self._run(
+            "tree_accept",
+            device,
+            self._i(n),
+            self._i(node),
+            self._trees(trees),
+            self._i(choice["token"]),
+            self._view(v),
+        )
         return n, node
 
     def kv_commit(self, device, kv, kept, trees, v):

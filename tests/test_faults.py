@@ -72,7 +72,7 @@ def test_a_frozen_engine_still_answers(probe, test_library, small3):
         assert {e.id for e in events} == {id} and events[-1].finish == "length"
 
 
-@pytest.mark.parametrize("what", ["fails", "cycle", "token", "siblings", "too many"])
+@pytest.mark.parametrize("what", ["fails", "cycle", "token", "siblings", "too many", "elsewhere"])
 def test_a_bad_builder_costs_speed_only(library, small3, what):
     """Whatever a builder returns is checked; the round goes on without a tree, the failure is counted, no bit changes."""
     from exact import Ask, Job, run
@@ -97,6 +97,8 @@ def test_a_bad_builder_costs_speed_only(library, small3, what):
             out.token[n - 1] = 1 << 30
         if what == "siblings":
             out.parent[1], out.token[1] = 0, out.token[0]
+        if what == "elsewhere":
+            out.token = native.NULL
         if what == "too many":
             out.n = given.budget + 1
         return 0

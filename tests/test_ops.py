@@ -70,7 +70,9 @@ def assert_close(got, want, rms, worst, name=""):
 
 def assert_same_bits(got, want, what):
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes(), f"{what}: result {i} has other bits"
+        assert a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes(), (
+            f"{what}: result {i} has other bits"
+        )
 
 
 def more_cases(name, rng):
@@ -198,7 +200,11 @@ def planted(rng, starts, keys):
     rows = {"token": 0, "position": np.add.outer(starts, np.arange(17)), "stream": np.arange(len(starts))[:, None],
             "slot": np.add.outer(starts, node), "prefix": np.array(starts)[:, None]}  # fmt: skip
     view = {k: np.broadcast_to(a, (len(starts), 17)).astype(np.int32).ravel() for k, a in rows.items()}
-    view |= {"mask": np.tile(mask, (len(starts), 1)), "page_table": table, "out_row": np.arange(17 * len(starts), dtype=np.int32)}
+    view |= {
+        "mask": np.tile(mask, (len(starts), 1)),
+        "page_table": table,
+        "out_row": np.arange(17 * len(starts), dtype=np.int32),
+    }
     return view, pool
 
 
@@ -220,7 +226,9 @@ def test_attention_does_not_depend_on_the_tree(shape, isa, probes):
     view, pool = planted(rng, starts, keys)
     got = probes.mla_attention(Device(isa, 2), q_lat=q[view["position"]], kv=pool, v=view, s=s)[0]
     other = np.flatnonzero((got != want[view["position"]]).any(axis=1))
-    assert not len(other), f"root {view['prefix'][other[0]]}, position {view['position'][other[0]]}: other bits than a prompt row"
+    assert not len(other), (
+        f"root {view['prefix'][other[0]]}, position {view['position'][other[0]]}: other bits than a prompt row"
+    )
 
 
 @pytest.mark.parametrize("name", SCATTERED)

@@ -63,7 +63,9 @@ def test_tokens_follow_the_distribution(way, probes):
     assert impossible == 0
     assert abs(deviation) < 5, "the draws do not follow the distribution"
     flat = np.where(p > 0, 1, 0) / (p > 0).sum()
-    assert (p > 0).sum() == 1 or chi_square(draw(probes, row, way), flat)[0] > 10, "the test would see another distribution"
+    assert (p > 0).sum() == 1 or chi_square(draw(probes, row, way), flat)[0] > 10, (
+        "the test would see another distribution"
+    )
 
 
 @pytest.mark.parametrize("change", [dict(seed=2), dict(seed=1 + 2**32), dict(choice=1), dict(position=1)])
@@ -107,7 +109,12 @@ def test_ties_of_the_argmax_go_to_the_lowest_id(probes):
 def test_ranks_and_threads_choose_the_same(vocab, std, probes):
     rng = np.random.default_rng(vocab)
     ways = [ref.Sampling(**{**vars(way), "want_hash": 1, "want_logprob": 1}) for way in ref.sample.WAYS]
-    ways += [ref.Sampling(temperature=1, top_p=p, top_k=k, seed=s) for p in (0.3, 0.9, 0.999) for k in (0, 100) for s in (1, 2)]
+    ways += [
+        ref.Sampling(temperature=1, top_p=p, top_k=k, seed=s)
+        for p in (0.3, 0.9, 0.999)
+        for k in (0, 100)
+        for s in (1, 2)
+    ]
     logits = (rng.standard_normal((2 * len(ways), vocab)) * std).astype(np.float32)
     v = prompt_view(70, 2, len(ways))
     want = probes.sample(Device(), logits=logits, sampling=ways, v=v)

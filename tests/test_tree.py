@@ -94,7 +94,9 @@ def random_table(rng, depths, width, vocab=None, spread=2.0):
 
 @pytest.mark.parametrize("case", CASES)
 def test_heap_builds_the_papers_trees(case, native):
-    of = {name: VECTORS[f"{case}/{name}"] for name in ("top_ids", "top_logprobs", "budget", "tokens", "parents", "depths")}
+    of = {
+        name: VECTORS[f"{case}/{name}"] for name in ("top_ids", "top_logprobs", "budget", "tokens", "parents", "depths")
+    }
     token, parent = native.build("heap", of["top_ids"], of["top_logprobs"], int(of["budget"]))
     assert token == of["tokens"].tolist()
     assert [-1, *parent] == of["parents"].tolist()
@@ -144,8 +146,10 @@ def test_ties_go_by_the_ranks_along_the_path(seed, native):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_sums_are_rounded_as_in_the_papers_reference(seed, native):
-    """Every depth has the same row, so paths of the same ranks in another order tie but for rounding."""
+    """Every depth has the same row, so paths of the same ranks in another order tie but for rounding. And a best token that
+    is all but certain makes sums longer than a double."""
     row = random_table(np.random.default_rng(seed), 1, 6)
+    row[1][0, 0] = np.float32(-1e-12) * (1 + row[0][0, 0])
     token, logprob = (np.repeat(a, 6, axis=0) for a in row)
     want = ref.tree.heap(token, logprob, MAX_NODES)
     assert native.build("heap", token, logprob, MAX_NODES) == (want.token, want.parent[1:])
@@ -200,7 +204,12 @@ def test_bad_calls_are_refused(native):
     ffi, lib, build = native.ffi, native.lib, native.lib.kd_builder_build
     table, keep = native.table(*random_table(np.random.default_rng(0), 3, 4), 8)
     out, arrays = native.tree(room=8)
-    assert build(ffi.NULL, table, out) == build(b"heap", ffi.NULL, out) == build(b"heap", table, ffi.NULL) == lib.KD_E_INVALID
+    assert (
+        build(ffi.NULL, table, out)
+        == build(b"heap", ffi.NULL, out)
+        == build(b"heap", table, ffi.NULL)
+        == lib.KD_E_INVALID
+    )
     assert build(b"bush", table, out) == lib.KD_E_NOT_FOUND and "bush" in native.error()
     for struct in table, out:
         struct.size -= 1
@@ -214,7 +223,10 @@ def test_bad_calls_are_refused(native):
         logprob[spoil] = value
         table, keep = native.table(token, logprob, 8)
         out, arrays = native.tree(room=8)
-        assert build(b"heap", table, out) == lib.KD_E_INVALID and f"depth {spoil[0] + 1}, place {spoil[1]}" in native.error()
+        assert (
+            build(b"heap", table, out) == lib.KD_E_INVALID
+            and f"depth {spoil[0] + 1}, place {spoil[1]}" in native.error()
+        )
 
     token, logprob = random_table(np.random.default_rng(0), 1, 4)
     table, keep = native.table(token * 0, logprob, 8)
@@ -279,8 +291,14 @@ def test_what_is_a_tree_passes(native):
     assert native.check([3] * 16, list(range(16))) is None
     assert native.check([5, 5, 5], [0, 1, 2]) is None, "the same token below different parents"
     assert native.check(list(range(256)), [0] * 256) is None
-    families = [(7 * i, 0) for i in range(64)] + [(token, 1 + i) for i in range(64) for token in (1, 2, 3)]
-    assert native.check(*zip(*families, strict=True)) is None, "the same tokens below many parents"
+
+
+def test_the_same_token_below_other_parents_is_no_mistake(native):
+    rng = np.random.default_rng(4)
+    for _ in range(100):
+        parent = [int(rng.integers(max(0, i - 12) // 2, i // 2 + 1)) for i in range(256)]
+        token = [100 * int(rng.integers(0, 3)) + parent[:i].count(parent[i]) for i in range(256)]
+        assert native.check(token, parent, depths=32, max_depth=32) is None
 
 
 def test_a_repeated_sibling_is_found_wherever_it_is(native):

@@ -28,7 +28,9 @@ struct Round {
     int pool_row(int slot) const { return pages[slot / KD_PAGE_TOKENS] * KD_PAGE_TOKENS + slot % KD_PAGE_TOKENS; }
 };
 
-const int32_t* kept_nodes(const Accepted& kept, int s) { return raw(kept.node) + static_cast<size_t>(s) * (KD_MAX_DEPTH + 1); }
+const int32_t* kept_nodes(const Accepted& kept, int s) {
+    return raw(kept.node) + static_cast<size_t>(s) * (KD_MAX_DEPTH + 1);
+}
 
 }  // namespace
 

@@ -94,7 +94,8 @@ double uniform(uint32_t bits) { return (static_cast<double>(bits) + 0.5) * 0x1p-
 // The best logit / T + noise so far.
 class Race {
   public:
-    Race(const Sampling& s, uint32_t position) : noise_(s, position), temperature_(static_cast<double>(s.temperature)) {}
+    Race(const Sampling& s, uint32_t position)
+        : noise_(s, position), temperature_(static_cast<double>(s.temperature)) {}
 
     void enter(float logit, int id) {
         const double scaled = static_cast<double>(logit) / temperature_;
@@ -165,7 +166,8 @@ class Filter {
     static constexpr double kBucketsPerNat = 32;  // weights are 0 from 28 nats on, so 32 nats hold all that counts
 
     double below_best(float logit) const {
-        return logit == best_.logit ? 0 : (static_cast<double>(best_.logit) - static_cast<double>(logit)) / temperature_;
+        return logit == best_.logit ? 0
+                                    : (static_cast<double>(best_.logit) - static_cast<double>(logit)) / temperature_;
     }
     static int bucket_of(double below) { return static_cast<int>(std::min(below * kBucketsPerNat, kBuckets - 1.0)); }
     static uint64_t weight_at(double below) { return below < 28 ? static_cast<uint64_t>(std::exp(-below) * kOne) : 0; }

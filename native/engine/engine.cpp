@@ -18,9 +18,7 @@ namespace {
 constexpr int kUnpolledStream = KD_MAX_DEPTH + 2;
 constexpr int kUnpolledLoads = 32;
 
-int ring_capacity(const Options& o) {
-    return 2 * (o.max_streams * kUnpolledStream + o.max_queue + kUnpolledLoads + 2);
-}
+int ring_capacity(const Options& o) { return 2 * (o.max_streams * kUnpolledStream + o.max_queue + kUnpolledLoads + 2); }
 
 uint64_t resident_bytes() {
     unsigned long pages = 0, resident = 0;
@@ -47,17 +45,18 @@ Engine::Engine(const Options& o)
 
 Engine::~Engine() {
     {
-        std::lock_guard lock(state_mutex_);
-        if (progress_) progress_->cancel();
+        std::unique_lock lock(state_mutex_);
+        if (loading_) progress_->cancel();
+        state_changed_.wait(lock, [&] { return !loading_; });
     }
-    if (loader_.joinable()) loader_.join();
     post([this] { stop_ = true; });
     thread_.join();
 }
 
 void Engine::check_process() const {
     if (getpid() != pid_)
-        fail(KD_E_FORKED, "this engine was opened in process %d and cannot be used in its child; open one there", int(pid_));
+        fail(KD_E_FORKED, "this engine was opened in process %d and cannot be used in its child; open one there",
+             int(pid_));
 }
 
 void Engine::check_alive() const {
@@ -92,9 +91,10 @@ kd_model_info Engine::info() {
 kd_stats Engine::stats() {
     std::lock_guard lock(state_mutex_);
     kd_stats s = stats_;
-    s.state = fatal_ ? KD_STATE_FATAL
+    s.state = fatal_                     ? KD_STATE_FATAL
               : info_.weights_generation ? (draining_ ? KD_STATE_DRAINING : KD_STATE_READY)
-              : loading_ ? KD_STATE_LOADING : KD_STATE_EMPTY;
+              : loading_                 ? KD_STATE_LOADING
+                                         : KD_STATE_EMPTY;
     s.waiting = queued_;
     return s;
 }
@@ -109,13 +109,16 @@ uint64_t Engine::submit(std::unique_ptr<Request> request) {
         if (q.tokens[i] < 0 || q.tokens[i] >= m.vocab_size)
             fail(KD_E_TOKEN, "prompt token %zu is %d: ids are 0 .. %d", i, q.tokens[i], m.vocab_size - 1);
     if (uint64_t(q.prompt) + uint64_t(q.max_tokens) > uint64_t(m.max_positions))
-        fail(KD_E_CONTEXT, "the prompt has %d tokens and max_tokens is %d: together they must be at most %d, the context of "
-             "the model", q.prompt, q.max_tokens, m.max_positions);
+        fail(KD_E_CONTEXT,
+             "the prompt has %d tokens and max_tokens is %d: together they must be at most %d, the context of "
+             "the model",
+             q.prompt, q.max_tokens, m.max_positions);
     const uint64_t need = uint64_t(pages_for(q)) * KD_PAGE_TOKENS;
     if (need > m.kv_tokens)
-        fail(KD_E_CONTEXT, "prompt, max_tokens and tree need %llu tokens of KV cache, which holds %llu: raise "
-             "kd_options.kv_bytes or lower max_tokens", static_cast<unsigned long long>(need),
-             static_cast<unsigned long long>(m.kv_tokens));
+        fail(KD_E_CONTEXT,
+             "prompt, max_tokens and tree need %llu tokens of KV cache, which holds %llu: raise "
+             "kd_options.kv_bytes or lower max_tokens",
+             static_cast<unsigned long long>(need), static_cast<unsigned long long>(m.kv_tokens));
     if (!(request->flags & KD_REQUEST_IGNORE_EOS))
         request->stop_ids.insert(request->stop_ids.end(), m.stop_ids, m.stop_ids + m.n_stop_ids);
     if (request->flags & KD_REQUEST_OWN_BUILDER) {
@@ -161,7 +164,8 @@ void Engine::cancel(uint64_t id) {
 
 void Engine::credit(uint64_t id, uint32_t events) {
     check_alive();
-    if (id == 0 || id >= next_id_) fail(KD_E_NOT_FOUND, "there is no request %llu", static_cast<unsigned long long>(id));
+    if (id == 0 || id >= next_id_)
+        fail(KD_E_NOT_FOUND, "there is no request %llu", static_cast<unsigned long long>(id));
     post([this, id, events] {
         Request* request = find(id);
         if (!request) return;  // ended while the grant was on its way
@@ -175,7 +179,8 @@ void Engine::score(const int32_t* tokens, uint32_t n, float* logits) {
     if (n > uint32_t(m.max_positions))
         fail(KD_E_CONTEXT, "%u tokens to score: the context of the model is %d", n, m.max_positions);
     if (uint64_t(n) > m.kv_tokens)
-        fail(KD_E_CONTEXT, "%u tokens to score: the KV cache holds %llu", n, static_cast<unsigned long long>(m.kv_tokens));
+        fail(KD_E_CONTEXT, "%u tokens to score: the KV cache holds %llu", n,
+             static_cast<unsigned long long>(m.kv_tokens));
     for (uint32_t i = 0; i < n; i++)
         if (tokens[i] < 0 || tokens[i] >= m.vocab_size)
             fail(KD_E_TOKEN, "token %u is %d: ids are 0 .. %d", i, tokens[i], m.vocab_size - 1);

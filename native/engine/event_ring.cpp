@@ -14,8 +14,8 @@
 namespace kd {
 
 EventRing::EventRing(int capacity, int places) : capacity_(capacity), unpolled_(places) {
-    void* p = mmap(nullptr, capacity_ * sizeof(Slot), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
-                   -1, 0);
+    void* p = mmap(nullptr, capacity_ * sizeof(Slot), PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) fail(KD_E_NOMEM, "no memory for %d events (%zu bytes)", capacity, capacity_ * sizeof(Slot));
     slots_ = static_cast<Slot*>(p);
     fd_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);

@@ -42,7 +42,7 @@ class EventRing {
     };
 
     const uint64_t capacity_;
-    Slot* slots_ = nullptr;  // mapped: touched only where used
+    Slot* slots_ = nullptr;          // mapped: touched only where used
     uint64_t pushed_ = 0;            // producer's
     std::atomic<uint64_t> head_{0};  // published
     std::atomic<uint64_t> tail_{0};  // given back

@@ -111,8 +111,10 @@ void KvCache::publish(const int32_t* tokens, int n, const std::vector<int32_t>& 
 void KvCache::release(int32_t page) {
     KD_CHECK(readers_[page] > 0);
     if (--readers_[page]) return;
-    if (published_[page]) cached_++;
-    else free_.push_back(page);
+    if (published_[page])
+        cached_++;
+    else
+        free_.push_back(page);
 }
 
 void KvCache::release(const std::vector<int32_t>& pages) {

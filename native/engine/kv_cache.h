@@ -61,10 +61,10 @@ class KvCache {
     bool evict_one();
 
     Node root_;
-    std::vector<int> readers_;        // sequences using the page
-    std::vector<Node*> published_;    // page -> its node
+    std::vector<int> readers_;      // sequences using the page
+    std::vector<Node*> published_;  // page -> its node
     std::vector<int32_t> free_;
-    std::list<Node*> lru_;            // front: least recently used
+    std::list<Node*> lru_;  // front: least recently used
     int cached_ = 0;
 };
 

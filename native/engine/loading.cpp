@@ -14,7 +14,6 @@ void Engine::load(LoadPlan plan) {
     if (loading_) fail(KD_E_BUSY, "a load is under way: wait for it or cancel it with kd_load_cancel");
     if (info_.weights_generation) fail(KD_E_EXISTS, "a model is loaded: unload it first with kd_unload");
     if (ring_.unpolled(load_place()) >= 32) fail(KD_E_BUSY, "32 loads have ended unnoticed: call kd_poll");
-    if (loader_.joinable()) loader_.join();
     loading_ = true;
     progress_ = std::make_unique<model::Progress>();
     load_status_ = KD_E_BUSY;
@@ -110,6 +109,12 @@ void Engine::install(std::unique_ptr<Resident> resident) {
 }
 
 void Engine::finish_load(int status, const std::string& sentence) {
+    std::thread loader;
+    {
+        std::lock_guard lock(state_mutex_);  // load() may still be putting it there
+        loader.swap(loader_);
+    }
+    loader.join();  // it has posted this call and is on its way out
     {
         std::lock_guard lock(state_mutex_);
         loading_ = false;
@@ -133,7 +138,8 @@ void Engine::load_wait(uint32_t timeout_ms) {
     std::unique_lock lock(state_mutex_);
     if (!state_changed_.wait_for(lock, std::chrono::milliseconds(timeout_ms), [&] { return !loading_ || fatal_; }))
         fail(KD_E_TIMEOUT, "the load has not ended within %u ms: %llu of %llu bytes are read", timeout_ms,
-             static_cast<unsigned long long>(progress_->bytes_done), static_cast<unsigned long long>(progress_->bytes_total));
+             static_cast<unsigned long long>(progress_->bytes_done),
+             static_cast<unsigned long long>(progress_->bytes_total));
     if (fatal_) throw Error(KD_E_FATAL, fatal_sentence_);
     if (load_status_ != KD_OK) throw Error(load_status_, load_sentence_);
 }

@@ -22,11 +22,11 @@ struct Request {
     int budget = 0;
 
     uint64_t credit = 0;
-    uint64_t starved_since_us = 0;  // when credit ran out; 0 while there is some
-    uint32_t events = 0;            // sent: the next one's sequence number
-    int cached = 0;                 // prompt tokens taken from the prefix cache
+    uint64_t starved_since_us = 0;    // when credit ran out; 0 while there is some
+    uint32_t events = 0;              // sent: the next one's sequence number
+    int cached = 0;                   // prompt tokens taken from the prefix cache
     uint64_t weights_generation = 0;  // of the model it was checked against
-    bool ended = false;             // its last event is out; retire() drops it
+    bool ended = false;               // its last event is out; retire() drops it
 
     bool stops_at(int32_t token) const {
         for (int32_t id : stop_ids)

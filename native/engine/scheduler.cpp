@@ -200,8 +200,7 @@ bool Engine::score_some() {
     if (scores_.empty()) return false;
     Score& score = *scores_.front();
     Sequence& q = score.sequence;
-    if (q.pages.empty() &&
-        !resident_->cache->allocate(q.pages, (q.prompt + KD_PAGE_TOKENS - 1) / KD_PAGE_TOKENS))
+    if (q.pages.empty() && !resident_->cache->allocate(q.pages, (q.prompt + KD_PAGE_TOKENS - 1) / KD_PAGE_TOKENS))
         return false;  // until running requests give pages back
     const int n = std::min(options_.prefill_chunk, q.prompt - score.done);
     const size_t vocab = size_t(resident_->info.vocab_size);
@@ -252,9 +251,12 @@ void Engine::emit(Request& r) {
     int n = 0, finish = KD_FINISH_NONE;
     while (n < q.n_new && finish == KD_FINISH_NONE) {
         const int32_t token = q.tokens[first + n++];
-        if (r.stops_at(token)) finish = KD_FINISH_STOP;
-        else if (r.text.add(bytes.of(token), text)) finish = KD_FINISH_STOP;
-        else if (int(first) + n - q.prompt >= q.max_tokens) finish = KD_FINISH_LENGTH;
+        if (r.stops_at(token))
+            finish = KD_FINISH_STOP;
+        else if (r.text.add(bytes.of(token), text))
+            finish = KD_FINISH_STOP;
+        else if (int(first) + n - q.prompt >= q.max_tokens)
+            finish = KD_FINISH_LENGTH;
     }
     q.tokens.resize(first + n);
     counters_.tokens += n;
@@ -276,8 +278,10 @@ void Engine::end(Request& r, int finish, int status) {
     r.text.finish(text);
     push(r, KD_EVENT_END, finish, status, 0, text);
     r.ended = true;
-    if (finish == KD_FINISH_CANCELLED) counters_.cancelled++;
-    else counters_.failed++;
+    if (finish == KD_FINISH_CANCELLED)
+        counters_.cancelled++;
+    else
+        counters_.failed++;
 }
 
 void Engine::expire_slow_readers() {

@@ -5,7 +5,8 @@
 namespace kd {
 
 Team::Team(const device::Options& options) : group_(device::open_group(options)) {
-    for (int rank = 1; rank < options.tp; rank++) threads_.push_back(quiet_thread("kd-rank", [this, rank] { serve(rank); }));
+    for (int rank = 1; rank < options.tp; rank++)
+        threads_.push_back(quiet_thread("kd-rank", [this, rank] { serve(rank); }));
 }
 
 Team::~Team() {

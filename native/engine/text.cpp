@@ -11,7 +11,8 @@ TokenBytes::TokenBytes(const uint8_t* bytes, const uint32_t* ends, uint32_t n) {
     uint32_t last = 0;
     for (uint32_t i = 0; i < n; i++) {
         if (ends[i] < last || ends[i] - last > KD_MAX_TOKEN_BYTES)
-            fail(KD_E_INVALID, "kd_load_options.token_ends[%u] is %u after %u: ends must rise by at most %d bytes a token", i,
+            fail(KD_E_INVALID,
+                 "kd_load_options.token_ends[%u] is %u after %u: ends must rise by at most %d bytes a token", i,
                  ends[i], last, KD_MAX_TOKEN_BYTES);
         last = ends[i];
     }

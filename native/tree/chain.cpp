@@ -23,7 +23,7 @@ void destroy(void*) {}
 
 }  // namespace
 
-const kd_tree_builder chain = {sizeof(kd_tree_builder), KD_BUILDER_ABI, "chain", "the best token of each depth",
-                               create,                  build,          destroy};
+const kd_tree_builder chain = {
+    sizeof(kd_tree_builder), KD_BUILDER_ABI, "chain", "the best token of each depth", create, build, destroy};
 
 }  // namespace kd::tree

@@ -102,7 +102,7 @@ void destroy(void* self) { delete static_cast<Heap*>(self); }
 
 }  // namespace
 
-const kd_tree_builder heap = {sizeof(kd_tree_builder), KD_BUILDER_ABI, "heap", "the most probable paths, best first",
-                              create,                  build,          destroy};
+const kd_tree_builder heap = {
+    sizeof(kd_tree_builder), KD_BUILDER_ABI, "heap", "the most probable paths, best first", create, build, destroy};
 
 }  // namespace kd::tree

@@ -16,7 +16,7 @@ void destroy(void*) {}
 
 }  // namespace
 
-const kd_tree_builder none = {sizeof(kd_tree_builder), KD_BUILDER_ABI, "none", "no tree: one token a round",
-                              create,                  build,          destroy};
+const kd_tree_builder none = {
+    sizeof(kd_tree_builder), KD_BUILDER_ABI, "none", "no tree: one token a round", create, build, destroy};
 
 }  // namespace kd::tree

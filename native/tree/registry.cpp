@@ -135,7 +135,8 @@ const char* check_tree(const kd_tree_in& in, const kd_tree_out& out, int vocab, 
         if (depth[parent] >= deepest) return "a node lies deeper than the table or the limit";
         depth[i] = static_cast<uint8_t>(depth[parent] + 1);
         if (token < 0 || token >= vocab) return "a token is not in the vocabulary";
-        uint32_t place = (static_cast<uint32_t>(token) * 0x9E3779B1u ^ static_cast<uint32_t>(parent) * 0x85EBCA77u) >> 16;
+        uint32_t place =
+            (static_cast<uint32_t>(token) * 0x9E3779B1u ^ static_cast<uint32_t>(parent) * 0x85EBCA77u) >> 16;
         for (place %= places; node_at[place] != 0; place = (place + 1) % places) {
             const int other = node_at[place];
             if (out.parent[other - 1] == parent && out.token[other - 1] == token) {
@@ -194,7 +195,8 @@ void build_offline(const char* name, const kd_tree_in* in, kd_tree_out* out) {
     for (const kd_tree_builder* known : kBuiltIn) {
         if (!std::strcmp(known->name, name)) builder = known;
     }
-    if (!builder) fail(KD_E_NOT_FOUND, "kd_builder_build: no built-in builder is named %.40s: none, chain or heap", name);
+    if (!builder)
+        fail(KD_E_NOT_FOUND, "kd_builder_build: no built-in builder is named %.40s: none, chain or heap", name);
     if (in->depths < 0 || in->depths > KD_MAX_TABLE_DEPTH) {
         fail(KD_E_INVALID, "kd_builder_build: depths is %d, must be 0..%d", in->depths, KD_MAX_TABLE_DEPTH);
     }
@@ -211,7 +213,8 @@ void build_offline(const char* name, const kd_tree_in* in, kd_tree_out* out) {
         const float* row = in->logprob + static_cast<size_t>(d) * in->width;
         for (int i = 0; i < in->width; i++) {
             if (!(row[i] <= (i > 0 ? row[i - 1] : std::numeric_limits<float>::infinity()))) {
-                fail(KD_E_INVALID, "kd_builder_build: logprob of depth %d, place %d is not a number or rises", d + 1, i);
+                fail(KD_E_INVALID, "kd_builder_build: logprob of depth %d, place %d is not a number or rises", d + 1,
+                     i);
             }
         }
     }

@@ -15,19 +15,20 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from kd.client import Client
-    from kd.engine import Completion, Engine, Event, ModelInfo, Sampling
+    from kd.engine import Engine
     from kd.native import KdError, NativeError
     from kd.tokenizer import Tokenizer
+    from kd.values import Completion, Event, ModelInfo, Sampling
 
 _WHERE = {
     "Client": "kd.client",
-    "Completion": "kd.engine",
+    "Completion": "kd.values",
     "Engine": "kd.engine",
-    "Event": "kd.engine",
+    "Event": "kd.values",
     "KdError": "kd.native",
-    "ModelInfo": "kd.engine",
+    "ModelInfo": "kd.values",
     "NativeError": "kd.native",
-    "Sampling": "kd.engine",
+    "Sampling": "kd.values",
     "Tokenizer": "kd.tokenizer",
 }
 

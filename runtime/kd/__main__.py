@@ -13,9 +13,17 @@ from typing import Any
 EX_USAGE = 64
 
 _FLAGS = {  # the settings people give by hand; --set reaches all of them
-    "model": "model.path", "draft": "model.draft", "device": "engine.device", "threads": "engine.threads",
-    "tp": "engine.tp", "builder": "builder.name", "budget": "builder.budget", "instance": "server.instance",
-    "log-level": "server.log_level", "log-format": "server.log_format"}
+    "model": "model.path",
+    "draft": "model.draft",
+    "device": "engine.device",
+    "threads": "engine.threads",
+    "tp": "engine.tp",
+    "builder": "builder.name",
+    "budget": "builder.budget",
+    "instance": "server.instance",
+    "log-level": "server.log_level",
+    "log-format": "server.log_format",
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -29,10 +37,21 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", metavar="FILE", help="read this file instead of /etc/kd/kd.toml")
     for flag, key in _FLAGS.items():
         parser.add_argument(f"--{flag}", dest=key, metavar=flag.upper().replace("-", "_"), help=f"setting {key}")
-    parser.add_argument("--insecure", dest="server.insecure", action="store_const", const="true",
-                        help="allow tcp:// endpoints without CURVE keys")
-    parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE",
-                        help="any setting, e.g. engine.kv_bytes=2GiB")
+    parser.add_argument(
+        "--insecure",
+        dest="server.insecure",
+        action="store_const",
+        const="true",
+        help="allow tcp:// endpoints without CURVE keys",
+    )
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any setting, e.g. engine.kv_bytes=2GiB",
+    )
     parser.add_argument("--version", action="store_true", help="print the version and leave")
     return parser.parse_args(argv)
 
@@ -66,10 +85,20 @@ def _backend(config: Any) -> tuple[Any, Any, Any]:
         from kd.engine import Engine
 
         e = config.engine
-        return Engine(device=e.device, tp=e.tp, threads=e.threads, isa=e.isa, max_streams=e.max_streams,
-                      max_queue=e.max_queue, max_rows=e.max_rows, max_nodes=e.max_nodes,
-                      prefill_chunk=e.prefill_chunk, prefix_cache=e.prefix_cache, kv_bytes=e.kv_bytes,
-                      slow_reader_timeout_ms=e.slow_reader_timeout_ms)
+        return Engine(
+            device=e.device,
+            tp=e.tp,
+            threads=e.threads,
+            isa=e.isa,
+            max_streams=e.max_streams,
+            max_queue=e.max_queue,
+            max_rows=e.max_rows,
+            max_nodes=e.max_nodes,
+            prefill_chunk=e.prefill_chunk,
+            prefix_cache=e.prefix_cache,
+            kv_bytes=e.kv_bytes,
+            slow_reader_timeout_ms=e.slow_reader_timeout_ms,
+        )
 
     def make_sampling(**values: Any) -> Any:
         from kd.engine import Sampling
@@ -106,8 +135,8 @@ def serve(config: Any, open_engine: Any, make_sampling: Any, describe: Any) -> i
         print(f"kd: {error}", file=sys.stderr)
         return 71
     handler = daemon.control.signal
-    for number in early:
-        daemon.control.signal(number)
+    while early:
+        handler(early.pop())
     # A signal must also end a wait in the poller: Python runs handlers only between two of its own steps.
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

@@ -13,140 +13,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kd import config as configuration
-from kd import protocol
+from kd import protocol, wire
+from kd.stream import Chunk, KdClientError, Result, Stream
 
-PING_S = 2.0  # while waiting for a stream the client says that it lives this often
+__all__ = ["Chunk", "Client", "KdClientError", "Result", "Stream"]
 
-
-class KdClientError(Exception):
-    """name: an error name of docs/protocol.md, or NOT_RUNNING, PERMISSION, NO_ANSWER, LOST. body: the ERROR's."""
-
-    def __init__(self, name: str, message: str, body: dict[str, Any] | None = None):
-        super().__init__(message)
-        self.name, self.message, self.body = name, message, body or {}
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """What one round gave: tokens and the text that became certain."""
-
-    tokens: tuple[int, ...]
-    text: str
-    raw: bytes
-    hashes: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    nodes: int = 0
-    builder_generation: int = 0
-    weights_generation: int = 0
-
-
-@dataclass
-class Result:
-    """A whole request. finish: stop, length, cancelled or error; `error` names why for the last two."""
-
-    text: str = ""
-    raw: bytes = b""
-    tokens: list[int] = field(default_factory=list)
-    hashes: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish: str = ""
-    error: str | None = None
-    message: str | None = None
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    rounds: int = 0
-    nodes: int = 0
-    accepted: int = 0
-    seed: int = 0
-    request: str = ""
-    first_token_s: float = 0.0
-    seconds: float = 0.0
-
-    def add(self, chunk: Chunk) -> None:
-        self.text += chunk.text
-        self.raw += chunk.raw
-        self.tokens += chunk.tokens
-        self.hashes += chunk.hashes
-        self.logprobs += chunk.logprobs
-
-
-class Stream:
-    """The chunks of one request; `result` is complete when iteration has ended. Closing it early cancels it."""
-
-    def __init__(self, client: Client, ident: bytes, credit: int, timeout_s: float):
-        self._client, self.ident, self._window, self._timeout_s = client, ident, credit, timeout_s
-        self._unpaid = 0  # frames received for which no credit was given back yet
-        self._hash, self._frames, self._done = protocol.HASH_START, 0, False
-        self._text: list[Chunk] = []
-        self.result = Result(request=ident.hex())
-        self.accepted = False
-
-    def __iter__(self) -> Iterator[Chunk]:
-        try:
-            while not self._done:
-                chunk = self._step()
-                if chunk is not None:
-                    yield chunk
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        if not self._done:
-            self._done = True
-            self._client._send("CANCEL", os.urandom(16), {"request": self.ident}, "serve")
-        self._client._streams.pop(self.ident, None)
-
-    def read(self) -> Result:
-        """The rest of the request at once."""
-        for _ in self:
-            pass
-        return self.result
-
-    def _step(self) -> Chunk | None:
-        kind, body = self._client._next_of(self.ident, self._timeout_s)
-        if kind == "ERROR":
-            self._done = True
-            raise KdClientError(body["name"], body["message"], body)
-        if kind == "ACCEPTED":
-            self.accepted = True
-            self.result.seed, self.result.prompt_tokens = body["seed"], body["prompt_tokens"]
-            return None
-        if kind not in ("PARTIAL", "FINAL"):
-            return None
-        if body["seq"] != self._frames:
-            raise KdClientError("LOST", f"frame {self._frames} of request {self.ident.hex()} is missing")
-        self._frames += 1
-        chunk = Chunk(tuple(body["tokens"]), body["text"], body["raw"] if body["raw"] is not None
-                      else body["text"].encode(), tuple(protocol.unpack_u64(body["hashes"] or b"")),
-                      tuple(protocol.unpack_f32(body["logprobs"] or b"")), body["nodes"],
-                      body["builder_generation"], body["weights_generation"])
-        self._hash = protocol.hash_ids(chunk.tokens, self._hash)
-        self.result.add(chunk)
-        if kind == "FINAL":
-            self._final(body)
-            return chunk if chunk.tokens or chunk.text else None
-        self._unpaid += 1
-        if self._unpaid * 2 >= self._window:
-            self._client._send("CREDIT", os.urandom(16), {"request": self.ident, "frames": self._unpaid},
-                               "serve")
-            self._unpaid = 0
-        return chunk
-
-    def _final(self, body: dict[str, Any]) -> None:
-        self._done = True
-        r = self.result
-        r.finish, r.error, r.message = body["finish"], body["name"], body["message"]
-        r.prompt_tokens, r.cached_tokens, r.rounds = body["prompt_tokens"], body["cached_tokens"], body["rounds"]
-        r.nodes, r.accepted = body["total_nodes"], body["accepted"]
-        r.first_token_s, r.seconds = body["first_token_us"] / 1e6, body["total_us"] / 1e6
-        if (len(r.tokens), self._frames, self._hash.to_bytes(8, "little")) != (
-                body["total_tokens"], body["frames"], body["token_hash"]):
-            raise KdClientError("LOST", f"request {self.ident.hex()}: what arrived is not what its end says was sent")
+LEASE_MS = 30_000  # what this client promises to be heard within, unless it is told another lease_ms
+LOOK_S = 1.0  # while waiting for an answer it looks this often whether there still is a daemon
+PING_S = 2.0  # while waiting for a stream it says that it lives this often, or three times a lease
 
 
 class Client:
@@ -156,21 +34,32 @@ class Client:
     curve_dir: folder with server.key and client.key_secret, for tcp. timeout_s: for one answer; a stream may wait
     stream_timeout_s between two signs of life of the daemon."""
 
-    def __init__(self, endpoint: str | None = None, instance: str = "default", *, control: str | None = None,
-                 timeout_s: float = 10.0, stream_timeout_s: float = 120.0, curve_dir: str | None = None):
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        instance: str = "default",
+        *,
+        control: str | None = None,
+        timeout_s: float = 10.0,
+        stream_timeout_s: float = 30.0,
+        curve_dir: str | None = None,
+    ):
         self.instance, self.timeout_s, self.stream_timeout_s = instance, timeout_s, stream_timeout_s
         self._curve_dir = curve_dir
         where = configuration.find(instance)
         if endpoint and not control and endpoint.endswith("serve.sock"):
-            control = endpoint[:-len("serve.sock")] + "control.sock"
-        self.endpoints = {"serve": endpoint or f"ipc://{where.serve}", "control": control or f"ipc://{where.control}",
-                          "events": f"ipc://{where.events}"}
+            control = endpoint[: -len("serve.sock")] + "control.sock"
+        self.endpoints = {
+            "serve": endpoint or f"ipc://{where.serve}",
+            "control": control or f"ipc://{where.control}",
+            "events": f"ipc://{where.events}",
+        }
         if endpoint and endpoint.endswith("serve.sock"):
-            self.endpoints["events"] = endpoint[:-len("serve.sock")] + "events.sock"
+            self.endpoints["events"] = endpoint[: -len("serve.sock")] + "events.sock"
         self._context: Any = None
         self._sockets: dict[str, Any] = {}
         self._streams: dict[bytes, list[tuple[str, dict[str, Any]]]] = {}  # what has arrived for each
-        self._pinged_at = 0.0
+        self._pinged_at, self._ping_s = 0.0, PING_S
         self._pid = os.getpid()
 
     # ---- connection
@@ -182,6 +71,8 @@ class Client:
         self.close()
 
     def close(self) -> None:
+        """Leave. The daemon cancels what is still open."""
+        self._streams.clear()
         for socket in self._sockets.values():
             socket.close(200)
         self._sockets.clear()
@@ -202,8 +93,11 @@ class Client:
         if not there:
             raise KdClientError("NOT_RUNNING", f"no daemon answers at {path}: start it with `{start}`")
         if not os.access(path, os.W_OK):
-            raise KdClientError("PERMISSION", f"{path} may not be used by this user: ask for membership of its group, "
-                                "or use the user that runs the daemon")
+            raise KdClientError(
+                "PERMISSION",
+                f"{path} may not be used by this user: ask for membership of its group, "
+                "or use the user that runs the daemon",
+            )
         import socket as sockets
 
         with sockets.socket(sockets.AF_UNIX) as probe:  # a file can outlive its daemon
@@ -225,8 +119,14 @@ class Client:
             if self._context is None:
                 self._context = zmq.Context()
             socket = self._context.socket(zmq.SUB if name == "events" else zmq.DEALER)
-            for option, value in ((zmq.LINGER, 200), (zmq.SNDHWM, 1024), (zmq.RCVHWM, 1024), (zmq.IMMEDIATE, 1),
-                                  (zmq.MAXMSGSIZE, protocol.MAX_FRAME_BYTES), (zmq.HANDSHAKE_IVL, 5000)):
+            for option, value in (
+                (zmq.LINGER, 200),
+                (zmq.SNDHWM, 1024),
+                (zmq.RCVHWM, 1024),
+                (zmq.IMMEDIATE, 1),
+                (zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES),
+                (zmq.HANDSHAKE_IVL, 5000),
+            ):
                 socket.setsockopt(option, value)
             if self._curve_dir:
                 from kd import curve
@@ -236,21 +136,30 @@ class Client:
             self._sockets[name] = socket
         return self._sockets[name]
 
-    def _send(self, kind: str, ident: bytes, body: dict[str, Any], name: str) -> None:
+    def _send(self, kind: str, ident: bytes, body: dict[str, Any], name: str, *, wait: bool = True) -> bool:
+        """Whether it is on its way. wait: for up to timeout_s; then an error."""
         import zmq
 
         socket = self._socket(name)
         frames = protocol.encode(kind, ident, body)
-        limit = protocol.MAX_BODY_BYTES[name]
+        limit = wire.MAX_BODY_BYTES[name]
         if len(frames[2]) > limit:
-            raise KdClientError("TOO_LARGE", f"the {kind} message has {len(frames[2])} bytes, more than the {limit} a "
-                                "daemon takes: shorten it")
-        socket.setsockopt(zmq.SNDTIMEO, int(self.timeout_s * 1000))
+            raise KdClientError(
+                "TOO_LARGE",
+                f"the {kind} message has {len(frames[2])} bytes, more than the {limit} a daemon takes: shorten it",
+            )
+        socket.setsockopt(zmq.SNDTIMEO, int(self.timeout_s * 1000) if wait else 0)
         try:
             socket.send_multipart(frames)
+            return True
         except zmq.Again:
-            raise KdClientError("NO_ANSWER", f"{self.endpoints[name]} takes no message within {self.timeout_s:g} s: is "
-                                "the daemon alive? see `kdctl health`") from None
+            if not wait:
+                return False
+            raise KdClientError(
+                "NO_ANSWER",
+                f"{self.endpoints[name]} takes no message within {self.timeout_s:g} s: is "
+                "the daemon alive? see `kdctl health`",
+            ) from None
 
     def _receive(self, name: str, timeout_s: float) -> tuple[str, bytes, dict[str, Any]] | None:
         """The next message, or None after timeout_s."""
@@ -262,13 +171,20 @@ class Client:
         frames = socket.recv_multipart()
         try:
             return protocol.decode(frames, "reply")
-        except protocol.ProtocolError as error:
+        except wire.ProtocolError as error:
             if error.name == "UNKNOWN_TYPE":
                 return "", error.ident, {}
             raise KdClientError(error.name, f"the daemon's answer breaks the protocol: {error.message}") from None
 
-    def _call(self, kind: str, body: dict[str, Any], name: str, until: Sequence[str],
-              timeout_s: float | None = None, progress: Any = None) -> dict[str, Any]:
+    def _call(
+        self,
+        kind: str,
+        body: dict[str, Any],
+        name: str,
+        until: Sequence[str],
+        timeout_s: float | None = None,
+        progress: Any = None,
+    ) -> dict[str, Any]:
         """Send and wait for one of the types `until`; ERROR raises. Messages of open streams are kept for them.
 
         timeout_s counts from the last message about this call."""
@@ -277,10 +193,17 @@ class Client:
         self._send(kind, ident, body, name)
         limit = time.monotonic() + timeout_s
         while True:
-            message = self._receive(name, limit - time.monotonic())
+            left = limit - time.monotonic()
+            message = self._receive(name, min(LOOK_S, left))
             if message is None:
-                raise KdClientError("NO_ANSWER", f"no answer to {kind} from {self.endpoints[name]} within "
-                                    f"{timeout_s:g} s: see `kdctl health`, or give a longer --timeout")
+                self._check_there(name)
+                if left > LOOK_S:
+                    continue
+                raise KdClientError(
+                    "NO_ANSWER",
+                    f"no answer to {kind} from {self.endpoints[name]} within {timeout_s:g} s: see `kdctl health`, or "
+                    "give a longer --timeout",
+                )
             got, about, answer = message
             if about != ident and (got != "ERROR" or about != protocol.NO_ID):
                 self._keep(got, about, answer)
@@ -305,33 +228,42 @@ class Client:
         limit = time.monotonic() + timeout_s
         while True:
             now = time.monotonic()
-            if now - self._pinged_at > PING_S:
-                self._pinged_at = now
-                self._send("PING", os.urandom(16), {}, "serve")
             if now >= limit:
-                raise KdClientError("NO_ANSWER", f"nothing from {self.endpoints['serve']} for {timeout_s:g} s: the "
-                                    "daemon is gone or hangs; see `kdctl health`")
-            message = self._receive("serve", min(PING_S, limit - now))
+                raise KdClientError(
+                    "NO_ANSWER",
+                    f"no sign of this request from {self.endpoints['serve']} for "
+                    f"{timeout_s:g} s: the daemon hangs or was started anew; see `kdctl health`",
+                )
+            if now - self._pinged_at > self._ping_s:
+                self._pinged_at = now
+                self._check_there("serve")
+                self._send("PING", os.urandom(16), {}, "serve", wait=False)
+            message = self._receive("serve", min(self._ping_s, limit - now))
             if message is None:
-                if self.endpoints["serve"].startswith("ipc://"):
-                    self._check_there("serve")
                 continue
             kind, about, body = message
             if about == ident:
                 return kind, body
             if about == protocol.NO_ID and kind == "ERROR":
                 raise KdClientError(body["name"], body["message"], body)
-            if kind in ("BEAT", "PONG"):
+            if kind == "BEAT":  # only who has open requests gets it; a PONG would come from a new daemon too
                 limit = time.monotonic() + timeout_s
             self._keep(kind, about, body)
 
     # ---- requests
 
-    def stream(self, prompt: str | Sequence[int] | None = None, *, messages: list[dict[str, str]] | None = None,
-               max_tokens: int = 128, credit: int = protocol.DEFAULT_CREDIT, **options: Any) -> Stream:
+    def stream(
+        self,
+        prompt: str | Sequence[int] | None = None,
+        *,
+        messages: list[dict[str, str]] | None = None,
+        max_tokens: int = 128,
+        credit: int = wire.DEFAULT_CREDIT,
+        **options: Any,
+    ) -> Stream:
         """Start a request. prompt: text or token ids; or messages: a chat. options: the fields of GENERATE in
         docs/protocol.md (temperature, top_p, min_p, top_k, seed, stop, stop_ids, builder, budget, hash_logits,
-        logprobs, cold, ignore_eos, thinking, deadline_ms)."""
+        logprobs, cold, ignore_eos, thinking, lease_ms, deadline_ms)."""
         if (prompt is None) == (messages is None):
             raise ValueError("give either a prompt or messages")
         body: dict[str, Any] = {"max_tokens": max_tokens, "credit": credit, **options}
@@ -340,17 +272,19 @@ class Client:
         elif isinstance(prompt, str):
             body["prompt"] = prompt
         else:
-            body["tokens"] = protocol.pack_ids(prompt)
+            body["tokens"] = wire.pack_ids(prompt)
         if body.get("stop_ids") is not None:
-            body["stop_ids"] = protocol.pack_ids(body["stop_ids"])
+            body["stop_ids"] = wire.pack_ids(body["stop_ids"])
         if isinstance(body.get("stop"), str):
             body["stop"] = [body["stop"]]
         elif body.get("stop") is not None:
             body["stop"] = list(body["stop"])
-        unknown = set(body) - set(protocol.GENERATE)
+        unknown = set(body) - set(wire.GENERATE)
         if unknown:
-            known = ", ".join(sorted(protocol.GENERATE))
+            known = ", ".join(sorted(wire.GENERATE))
             raise ValueError(f"unknown option {sorted(unknown)[0]!r}; there are: {known}")
+        body.setdefault("lease_ms", LEASE_MS)
+        self._ping_s = min(self._ping_s, body["lease_ms"] / 3000)
         ident = os.urandom(16)
         self._streams[ident] = []
         self._pinged_at = time.monotonic()
@@ -410,7 +344,7 @@ class Client:
         return self._call("TOKENIZE", {"text": text, "messages": messages}, "serve", ["TOKENS"])["tokens"]
 
     def detokenize(self, tokens: Sequence[int]) -> str:
-        return self._call("DETOKENIZE", {"tokens": protocol.pack_ids(tokens)}, "serve", ["TEXT"])["text"]
+        return self._call("DETOKENIZE", {"tokens": wire.pack_ids(tokens)}, "serve", ["TEXT"])["text"]
 
     # ---- the operator's
 
@@ -435,7 +369,18 @@ class Client:
         return self._call("DRAIN", {"on": on}, "control", ["DONE"])["state"]
 
     def stop(self, *, now: bool = False, deadline_ms: int = 0) -> None:
-        self._call("STOP", {"mode": "now" if now else "drain", "deadline_ms": deadline_ms}, "control", ["DONE"])
+        """Returns when the daemon has said yes, or has gone; running requests may still be finishing."""
+        self.ping()  # is there one to stop?
+        body = {"mode": "now" if now else "drain", "deadline_ms": deadline_ms}
+        for last in (False, True):  # saying it twice does no harm, and the answer may be lost with the daemon
+            try:
+                self._call("STOP", body, "control", ["DONE"])
+                return
+            except KdClientError as error:
+                if error.name == "NOT_RUNNING":
+                    return
+                if error.name != "NO_ANSWER" or last:
+                    raise
 
     def events(self, topics: Sequence[str] = ("",), timeout_s: float | None = None) -> Iterator[dict[str, Any]]:
         """What the daemon publishes: maps with topic, seq, time_ms. Ends after timeout_s without one."""
@@ -446,6 +391,6 @@ class Client:
             socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
         while socket.poll(None if timeout_s is None else int(timeout_s * 1000), zmq.POLLIN):
             frames = socket.recv_multipart()
-            if len(frames) == 3 and frames[1] == protocol.TAG:
-                body = protocol.decode_map(frames[2], protocol.MAX_BODY_BYTES["reply"])
+            if len(frames) == 3 and frames[1] == wire.TAG:
+                body = protocol.decode_map(frames[2], wire.MAX_BODY_BYTES["reply"])
                 yield {"topic": frames[0].decode("utf-8", "replace"), **body}

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from kd import notify, protocol, verbs
+from kd import notify, protocol, verbs, wire
 from kd.port import LINGER_MS, Port, Wake
-from kd.protocol import ProtocolError
 from kd.serve_socket import rows_of
+from kd.wire import ProtocolError
 
 if TYPE_CHECKING:
     from kd.server import Daemon
@@ -40,7 +40,7 @@ class ControlLoop:
         self._loads: list[tuple[bytes, bytes]] = []  # who is told how the load goes
         self._progress: dict[str, Any] | None = None  # what they were told last
         self._signals: list[int] = []
-        self._signal_fd: int | None = None
+        self._signal_fd = -1
         self._stop_at: float | None = None  # when running requests have had their time
         self._end_at: float | None = None  # when their last messages have had theirs
 
@@ -66,7 +66,7 @@ class ControlLoop:
         poller = zmq.Poller()
         for item in (self.port.socket, self.events, self.wake.fd):
             poller.register(item, zmq.POLLIN)
-        if self._signal_fd is not None:
+        if self._signal_fd >= 0:
             poller.register(self._signal_fd, zmq.POLLIN)
         while not self._over():
             for fd, _ in poller.poll(self._wait_ms()):
@@ -101,8 +101,14 @@ class ControlLoop:
     def _tick(self, now: float) -> None:
         if self._topics and now >= self._metrics_at:
             self._metrics_at = now + self.d.config.server.publish_interval_ms / 1000
-            body = {"state": self.d.state.name, "live": self.d.live, "ready": self.d.ready,
-                    "open_requests": self.d.hub.active, "stats": self.d.fresh_stats(), **self.d.hub.counts}
+            body = {
+                "state": self.d.state.name,
+                "live": self.d.live,
+                "ready": self.d.ready,
+                "open_requests": self.d.hub.active,
+                "stats": self.d.fresh_stats(),
+                **self.d.hub.counts,
+            }
             self.publish("metrics", body)
         if self._loads:
             progress = self.d.loader.progress()
@@ -158,25 +164,25 @@ class ControlLoop:
     def _receive(self, peer: bytes, frames: list[bytes]) -> None:
         ident = protocol.NO_ID
         try:
-            kind, ident, body = protocol.decode(frames, "control", protocol.MAX_BODY_BYTES["control"])
+            kind, ident, body = protocol.decode(frames, "control", wire.MAX_BODY_BYTES["control"])
             if kind in _SLOW:
                 self._ops_put((self._operation, peer, ident, kind, body))
                 return
             reply = self._answer(peer, ident, kind, body)
         except Exception as error:
-            wire = verbs.wire_error(error)
+            told = verbs.wire_error(error)
             if isinstance(error, ProtocolError) and error.ident != protocol.NO_ID:
                 ident = error.ident
-            reply = self._error(wire)
+            reply = self._error(told)
         if reply is not None:
             self.port.send(peer, reply[0], ident, reply[1])
 
-    def _error(self, wire: ProtocolError) -> verbs.Reply:
-        if wire.name in ("INTERNAL", "FATAL"):
-            self.log.error("operation failed", error=wire.message)
-        if wire.name == "FATAL":
-            self.d.fail(wire.message, 70)
-        return "ERROR", wire.body()
+    def _error(self, told: ProtocolError) -> verbs.Reply:
+        if told.name in ("INTERNAL", "FATAL"):
+            self.log.error("operation failed", error=told.message)
+        if told.name == "FATAL":
+            self.d.fail(told.message, 70)
+        return "ERROR", told.body()
 
     def _answer(self, peer: bytes, ident: bytes, kind: str, body: dict[str, Any]) -> verbs.Reply | None:
         if kind == "CANCEL":
@@ -200,8 +206,9 @@ class ControlLoop:
             raise ProtocolError("NOT_READY", "the daemon is still starting", retry_ms=500)
         self.d.loader.claim()
         self._loads.append((peer, ident))
-        threading.Thread(target=self._run_load, args=(os.path.abspath(body["path"]), body["draft"]), name="kd-load",
-                         daemon=True).start()
+        threading.Thread(
+            target=self._run_load, args=(os.path.abspath(body["path"]), body["draft"]), name="kd-load", daemon=True
+        ).start()
 
     def _run_load(self, path: str, draft: str) -> None:
         error = None
@@ -268,8 +275,13 @@ class ControlLoop:
                     raise ProtocolError("NOT_FOUND", "no running request has this id")
                 engine_id = found[0].engine_id
             generation = d.engine.use_builder(body["name"], body["budget"], engine_id)
-            self.log.info("builder in force", builder=body["name"], budget=body["budget"], engine_id=engine_id,
-                          generation=generation)
+            self.log.info(
+                "builder in force",
+                builder=body["name"],
+                budget=body["budget"],
+                engine_id=engine_id,
+                generation=generation,
+            )
             if not engine_id:
                 d.wanted_builder = (body["name"], body["budget"])
                 self.call(self.publish, "state", {"builder": body["name"], "generation": generation})
@@ -287,8 +299,7 @@ class ControlLoop:
         self._sequence += 1
         full = {"seq": self._sequence, "time_ms": int(time.time() * 1000), "boot": self.d.boot, **body}
         try:
-            self.events.send_multipart([topic.encode(), protocol.TAG, msgpack.packb(full, use_bin_type=True)],
-                                       zmq.NOBLOCK)
+            self.events.send_multipart([topic.encode(), wire.TAG, msgpack.packb(full, use_bin_type=True)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             self.log.debug("event lost", error=str(error))
 

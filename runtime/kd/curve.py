@@ -52,11 +52,9 @@ class _Allowed:
         self._folders = folders
 
     def callback(self, domain: str, key: bytes) -> bool:
-        import zmq.utils.z85
-
-        encoded = zmq.utils.z85.encode(key)
+        """key: in Z85, as certificates have it."""
         try:
-            return any(encoded in _publics(folder) for folder in self._folders)
+            return any(key in _publics(folder) for folder in self._folders)
         except ConfigError:
             return False  # fail closed
 

@@ -1,23 +1,24 @@
-"""kd.Engine: the library as Python objects.
+"""kd.Engine: the library as a Python object.
 
 Every method may be called from any thread. Events are collected by whichever thread waits for some; one that belongs
-to a `Stream` goes there, all others come out of `poll()`. Errors are `kd.KdError`.
+to an `EventStream` goes there, all others come out of `poll()`. Errors are `kd.KdError`.
 """
 
 from __future__ import annotations
 
-import array
-import operator
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kd import structs
+from kd.event_stream import EventStream
 from kd.native import KdError, Library, constants, ffi, load_library, status_names
+from kd.structs import CODES, invalid
+from kd.values import Completion, Event, ModelInfo, Sampling
 
 if TYPE_CHECKING:
     import numpy
@@ -25,127 +26,18 @@ if TYPE_CHECKING:
     from kd.chat import ChatTemplate
     from kd.tokenizer import Tokenizer
 
-_TYPES = {
-    constants["KD_EVENT_TOKENS"]: "tokens",
-    constants["KD_EVENT_END"]: "end",
-    constants["KD_EVENT_LOAD"]: "load",
-    constants["KD_EVENT_FATAL"]: "fatal",
-}
-_FINISH = {
-    constants["KD_FINISH_NONE"]: None,
-    constants["KD_FINISH_STOP"]: "stop",
-    constants["KD_FINISH_LENGTH"]: "length",
-    constants["KD_FINISH_CANCELLED"]: "cancelled",
-    constants["KD_FINISH_ERROR"]: "error",
-}
-_PHASES = {
-    constants["KD_LOAD_OPEN"]: "open",
-    constants["KD_LOAD_READ"]: "read",
-    constants["KD_LOAD_PREPARE"]: "prepare",
-    constants["KD_LOAD_DONE"]: "done",
-}
-_STATES = {
-    constants["KD_STATE_EMPTY"]: "empty",
-    constants["KD_STATE_LOADING"]: "loading",
-    constants["KD_STATE_READY"]: "ready",
-    constants["KD_STATE_DRAINING"]: "draining",
-    constants["KD_STATE_FATAL"]: "fatal",
-}
-_ISA = {
-    "auto": constants["KD_ISA_AUTO"],
-    "plain": constants["KD_ISA_PLAIN"],
-    "avx2": constants["KD_ISA_AVX2"],
-    "avx512": constants["KD_ISA_AVX512"],
-}
-_HASH, _LOGPROBS = constants["KD_REQUEST_HASH_LOGITS"], constants["KD_REQUEST_LOGPROBS"]
-_COLD, _IGNORE_EOS = constants["KD_REQUEST_COLD"], constants["KD_REQUEST_IGNORE_EOS"]
-_OWN_BUILDER = constants["KD_REQUEST_OWN_BUILDER"]
-_E = {name: code for code, name in status_names.items()}
+__all__ = ["Completion", "Engine", "Event", "EventStream", "ModelInfo", "Sampling"]
 
-_POLL_SLICE_MS = 100  # Python sees signals between two calls of the library only
-_CREDIT = 256  # what the library gives a request that asks for 0
+_SLICE_S = 0.1  # Python sees signals, and close() its turn, between two calls of the library only
+_NOBODY = 0  # in Engine._queues: events that belong to no EventStream, for poll()
 
 # What a request's last event cannot say itself: it carries a status and no sentence.
 _WHY = {
     "KD_E_SLOW_READER": "its events were not read for slow_reader_timeout_ms; read faster or give more credit",
-    "KD_E_CANCELLED": "it was cancelled",
+    "KD_E_CANCELLED": "the model was unloaded before it began",
     "KD_E_NOMEM": "the memory for it was not there; raise kv_bytes or lower max_tokens",
-    "KD_E_FATAL": "the engine has failed and must be opened again",
+    "KD_E_FATAL": "the engine has failed; close it and open it again",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One event of a request, or of the engine (id 0). `hashes` and `logprobs` are empty unless asked for."""
-
-    type: str  # "tokens" | "end" | "load" | "fatal"
-    id: int
-    user: int
-    sequence: int
-    status: int
-    finish: str | None  # "stop" | "length" | "cancelled" | "error"
-    tokens: tuple[int, ...]
-    hashes: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    text: bytes  # cut at UTF-8 boundaries; empty without a tokenizer
-    nodes: int
-    builder_generation: int
-    weights_generation: int
-    total_tokens: int
-    cached_tokens: int
-
-
-@dataclass(slots=True)
-class Sampling:
-    """How tokens are chosen; the defaults take the most probable one. seed and choice: same values, same text."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    top_k: int = 0
-    seed: int = 0
-    choice: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """kd_model_info: what is loaded. Sizes in bytes; `stop_ids` from the folder's two config files together."""
-
-    vocab_size: int
-    max_positions: int
-    layers: int
-    hidden_size: int
-    heads: int
-    experts: int
-    experts_per_token: int
-    draft_layers: int
-    draft_depth: int
-    stop_ids: tuple[int, ...]
-    parameters: int
-    draft_parameters: int
-    weight_bytes: int
-    expert_bytes: int
-    kv_bytes_token: int
-    kv_tokens: int
-    content_hash: int
-    weights_generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A finished request. rounds: events that brought tokens (the one of the prompt included); nodes: drafted nodes
-    verified; accepted: drafted tokens kept, len(tokens) - rounds."""
-
-    tokens: list[int]
-    text: str
-    hashes: list[int]
-    logprobs: list[float]
-    finish: str  # "stop" | "length" | "cancelled"
-    rounds: int
-    nodes: int
-    accepted: int
-    seconds: float
-    cached_tokens: int
 
 
 class Engine:
@@ -178,33 +70,28 @@ class Engine:
         self._lib = self._library.lib
         self._changed = threading.Condition()  # guards everything below, and is notified when any of it changes
         self._polling = False  # a thread is in kd_poll
-        self._calls = 0  # threads in any call
+        self._calls = 0  # threads in any call of the library
         self._closing = False
         self._flags: dict[int, int] = {}  # of running requests
-        self._streams: dict[int, deque[Event]] = {}
-        self._backlog: deque[Event] = deque()  # events that no Stream owns
-        self._capacity = 0
+        self._queues: dict[int, deque[Event]] = {_NOBODY: deque()}  # events not yet handed out, by EventStream
+        self._events = ffi.NULL
         self._tokenizer: Tokenizer | None = None
         self._chat: ChatTemplate | None = None
-        if isa not in _ISA:
-            raise _invalid(f"isa is {isa!r}; it must be one of {', '.join(_ISA)}")
-        options = _struct("kd_options")
-        for name, value in {
-            "tp": tp,
-            "threads": threads,
-            "isa": _ISA[isa],
-            "max_streams": max_streams,
-            "max_queue": max_queue,
-            "max_rows": max_rows,
-            "max_nodes": max_nodes,
-            "prefill_chunk": prefill_chunk,
-            "prefix_cache": 0 if prefix_cache else 1,
-            "kv_bytes": kv_bytes,
-            "slow_reader_timeout_ms": slow_reader_timeout_ms,
-        }.items():
-            _put(options, name, value)
+        options = structs.options(
+            tp=tp,
+            threads=threads,
+            isa=isa,
+            max_streams=max_streams,
+            max_queue=max_queue,
+            max_rows=max_rows,
+            max_nodes=max_nodes,
+            prefill_chunk=prefill_chunk,
+            prefix_cache=prefix_cache,
+            kv_bytes=kv_bytes,
+            slow_reader_timeout_ms=slow_reader_timeout_ms,
+        )
         out = ffi.new("kd_engine **")
-        self._library.check(self._lib.kd_open(out, options))
+        self._check(self._lib.kd_open(out, options))
         self._handle = out[0]
         if path is not None:
             try:
@@ -240,14 +127,14 @@ class Engine:
                 self._changed.wait()
             handle, self._handle = self._handle, None
             self._changed.notify_all()
-        self._library.check(self._lib.kd_close(handle))
+        self._check(self._lib.kd_close(handle))
 
     @property
     def library(self) -> Library:
         """The loaded library: its path, version and build information."""
         return self._library
 
-    # ---- model ----------------------------------------------------------------------------------------------------
+    # ---- model -------------------------------------------------------------------------------------------------------
 
     def load(
         self,
@@ -260,25 +147,15 @@ class Engine:
         """Load a model folder. draft: "auto" (<path>/draft if there is one), "none", or a folder.
 
         progress: called with `load_progress()` about every 50 ms while waiting, and at the end. An exception in it, or
-        Ctrl-C, cancels the load and comes out of here once the memory is back. wait=False returns at once; the end
-        comes as a "load" event.
+        Ctrl-C, cancels the load and comes out of here once the memory is back. wait=False returns at once. The end
+        also comes as a "load" event.
         """
         tokenizer, chat = _read_text_side(Path(path))
-        options = _struct("kd_load_options")
-        keep: list[Any] = []
-        if draft == "none":
-            options.draft = 1
-        elif draft != "auto":
-            options.draft = 2
-            keep.append(ffi.new("char[]", _path_bytes(draft)))
-            options.draft_path = keep[-1]
-        if tokenizer is not None:
-            blob, ends = tokenizer.token_bytes()
-            keep += [ffi.new("uint8_t[]", blob or b"\0"), ffi.new("uint32_t[]", ends)]
-            options.token_bytes, options.token_ends, options.n_tokens = keep[-2], keep[-1], len(ends)
+        options, keep = structs.load_options(draft, tokenizer)
         with self._call() as handle:
-            self._check(self._lib.kd_load(handle, _path_bytes(path), options))
+            self._check(self._lib.kd_load(handle, structs.path(path), options))
             self._tokenizer, self._chat = tokenizer, chat
+        del keep
         if wait:
             self._wait_for_load(progress)
 
@@ -291,9 +168,8 @@ class Engine:
             if progress is not None:
                 progress(self.load_progress())
         except KdError as error:
-            if error.name in ("KD_E_STATE", "KD_E_FORKED"):
-                raise  # closed meanwhile: there is nothing to cancel
-            self._cancel_load()
+            if error.name not in ("KD_E_STATE", "KD_E_FORKED"):  # closed meanwhile: there is nothing to cancel
+                self._cancel_load()
             raise
         except BaseException:
             self._cancel_load()
@@ -302,7 +178,7 @@ class Engine:
     def _load_ended(self, timeout_ms: int) -> bool:
         with self._call() as handle:
             rc = self._lib.kd_load_wait(handle, timeout_ms)
-            if rc == _E["KD_E_TIMEOUT"]:
+            if rc == CODES["KD_E_TIMEOUT"]:
                 return False
             self._check(rc)
             return True
@@ -320,15 +196,7 @@ class Engine:
     def load_progress(self) -> dict[str, Any]:
         """{"phase": "open"|"read"|"prepare"|"done", "bytes_done", "bytes_total", "elapsed_us"} of the load under way or
         the last one."""
-        out = _struct("kd_progress")
-        with self._call() as handle:
-            self._check(self._lib.kd_load_progress(handle, out))
-        return {
-            "phase": _PHASES.get(out.phase, str(out.phase)),
-            "bytes_done": out.bytes_done,
-            "bytes_total": out.bytes_total,
-            "elapsed_us": out.elapsed_us,
-        }
+        return structs.progress(self._filled("kd_progress", self._lib.kd_load_progress))
 
     def load_cancel(self) -> None:
         """Stop a load under way; `load()` then raises KD_E_CANCELLED."""
@@ -340,7 +208,7 @@ class Engine:
         freed = ffi.new("uint64_t *")
         with self._call() as handle:
             self._check(self._lib.kd_unload(handle, freed))
-        self._tokenizer = self._chat = None
+            self._tokenizer = self._chat = None
         return freed[0]
 
     def drain(self, on: bool = True) -> None:
@@ -351,28 +219,15 @@ class Engine:
     @property
     def info(self) -> ModelInfo:
         """The model's facts; KdError KD_E_STATE while none is loaded."""
-        out = _struct("kd_model_info")
-        with self._call() as handle:
-            self._check(self._lib.kd_info(handle, out))
-        values = {f.name: getattr(out, f.name) for f in fields(ModelInfo) if f.name != "stop_ids"}
-        return ModelInfo(stop_ids=tuple(out.stop_ids[0 : out.n_stop_ids]), **values)
+        return structs.model_info(self._filled("kd_model_info", self._lib.kd_info))
 
     def stats(self) -> dict[str, Any]:
         """Every field of kd_stats; `state` as a word."""
-        out = _struct("kd_stats")
-        with self._call() as handle:
-            self._check(self._lib.kd_stats_get(handle, out))
-        values: dict[str, Any] = {}
-        for name, _ in ffi.typeof("kd_stats").fields:
-            if name != "size" and not name.startswith("reserved"):
-                value = getattr(out, name)
-                values[name] = ffi.string(value).decode() if name == "builder" else value
-        values["state"] = _STATES.get(values["state"], str(values["state"]))
-        return values
+        return structs.stats(self._filled("kd_stats", self._lib.kd_stats_get))
 
     @property
     def state(self) -> str:
-        """ "empty", "loading", "ready", "draining" or "fatal"."""
+        """One of "empty", "loading", "ready", "draining" and "fatal"."""
         return self.stats()["state"]
 
     @property
@@ -385,7 +240,7 @@ class Engine:
         """The loaded folder's chat template, or None."""
         return self._chat
 
-    # ---- requests -------------------------------------------------------------------------------------------------
+    # ---- requests ----------------------------------------------------------------------------------------------------
 
     def submit(
         self,
@@ -427,29 +282,24 @@ class Engine:
         )
 
     def cancel(self, id: int) -> str:
-        """ "cancelled" (its last event will say so), "already_done" or "not_found"."""
+        """Returns "cancelled" (the request's last event will say so), "already_done" or "not_found"."""
         with self._call() as handle:
-            rc = self._lib.kd_cancel(handle, _id(id))
-            if rc in (_E["KD_E_DONE"], _E["KD_E_NOT_FOUND"]):
-                return "already_done" if rc == _E["KD_E_DONE"] else "not_found"
+            rc = self._lib.kd_cancel(handle, structs.request_id(id))
+            if rc in (CODES["KD_E_DONE"], CODES["KD_E_NOT_FOUND"]):
+                return "already_done" if rc == CODES["KD_E_DONE"] else "not_found"
             self._check(rc)
         return "cancelled"
 
     def credit(self, id: int, n: int) -> None:
         """Let a request produce n more events. KdError KD_E_NOT_FOUND for one there never was."""
         with self._call() as handle:
-            self._check(self._lib.kd_request_credit(handle, _id(id), _u32("n", n)))
+            n = structs.integer("n", n, 0, 1 << 32)
+            self._check(self._lib.kd_request_credit(handle, structs.request_id(id), n))
 
     def poll(self, timeout_ms: int = 0, capacity: int = 64) -> list[Event]:
         """Up to `capacity` events, oldest first; waits up to timeout_ms for the first one."""
-        if capacity < 1:
-            raise _invalid("capacity must be at least 1")
-        end = time.monotonic() + timeout_ms / 1000
-        found = self._wait(lambda: self._backlog, end, capacity)
-        if not found:
-            return []
-        with self._changed:
-            return [self._backlog.popleft() for _ in range(min(capacity, len(self._backlog)))]
+        structs.integer("capacity", capacity, 1, 1 << 20)
+        return self._wait(_NOBODY, capacity, time.monotonic() + timeout_ms / 1000)
 
     @property
     def event_fd(self) -> int:
@@ -457,7 +307,7 @@ class Engine:
         with self._call() as handle:
             return self._check(self._lib.kd_event_fd(handle))
 
-    # ---- tree builders --------------------------------------------------------------------------------------------
+    # ---- tree builders -----------------------------------------------------------------------------------------------
 
     def builders(self) -> list[dict[str, Any]]:
         """[{"name", "description", "in_force", "budget", "streams"}]."""
@@ -465,88 +315,66 @@ class Engine:
         infos[0].size = ffi.sizeof("kd_builder_info")
         with self._call() as handle:
             n = self._check(self._lib.kd_builder_list(handle, infos, len(infos)))
-        return [
-            {
-                "name": ffi.string(b.name).decode(),
-                "description": ffi.string(b.description).decode(),
-                "in_force": bool(b.in_force),
-                "budget": b.budget,
-                "streams": b.streams,
-            }
-            for b in infos[0:n]
-        ]
+        return [structs.builder_info(info) for info in infos[0:n]]
 
     def use_builder(self, name: str, budget: int = 0, id: int = 0) -> int:
         """From the next round on, build trees with `name`: for one request, or with id 0 for all. budget 0: the
         builder's default. Returns the generation that events of those rounds carry."""
         generation = ffi.new("uint64_t *")
+        nodes = structs.integer("budget", budget, -(1 << 31), 1 << 31)
         with self._call() as handle:
-            self._check(self._lib.kd_builder_use(handle, _text(name), _i32("budget", budget), _id(id), generation))
+            self._check(self._lib.kd_builder_use(handle, structs.text(name), nodes, structs.request_id(id), generation))
         return generation[0]
 
-    # ---- conveniences ---------------------------------------------------------------------------------------------
+    # ---- conveniences ------------------------------------------------------------------------------------------------
 
     def score(self, ids: Sequence[int]) -> numpy.ndarray:
         """float32 logits [len(ids), vocab_size]: row i predicts the token after ids[i]. Cold, as prefill rows."""
         import numpy
 
-        tokens = _ids("ids", ids)
+        tokens = structs.token_ids("ids", ids)
         logits = numpy.empty((len(tokens), self.info.vocab_size), numpy.float32)
+        out = ffi.from_buffer("float[]", logits, require_writable=True)
         with self._call() as handle:
-            self._check(
-                self._lib.kd_score(
-                    handle, _ints(tokens), len(tokens), ffi.from_buffer("float[]", logits, require_writable=True)
-                )
-            )
+            self._check(self._lib.kd_score(handle, structs.pointer(tokens), len(tokens), out))
         return logits
 
-    def stream(self, prompt: str | Sequence[int], *, max_tokens: int = 128, **options: Any) -> Stream:
+    def stream(self, prompt: str | Sequence[int], *, max_tokens: int = 128, **options: Any) -> EventStream:
         """Submit now and iterate over the request's events, the end included. Closing the iterator, or dropping it,
         cancels the request. options: as `submit()`."""
         if isinstance(prompt, str):
             if self._tokenizer is None:
-                raise _invalid("this model folder has no tiktoken.model; give the prompt as token ids")
+                raise invalid("this model folder has no tiktoken.model; give the prompt as token ids")
             prompt = self._tokenizer.encode(prompt)
         id = self._submit(True, prompt, max_tokens=max_tokens, **options)
-        return Stream(self, id, options.get("credit") or _CREDIT)
+        return EventStream(self, id, options.get("credit", 0))
 
     def generate(self, prompt: str | Sequence[int], *, max_tokens: int = 128, **options: Any) -> Completion:
         """Run one request to its end. options: as `submit()`. A request that ends in an error raises KdError."""
         start = time.monotonic()
-        tokens: list[int] = []
-        hashes: list[int] = []
-        logprobs: list[float] = []
-        text: list[bytes] = []
-        rounds = nodes = 0
-        with self.stream(prompt, max_tokens=max_tokens, **options) as events:
-            for event in events:
-                tokens += event.tokens
-                hashes += event.hashes
-                logprobs += event.logprobs
-                text.append(event.text)
-                rounds += bool(event.tokens)
-                nodes += event.nodes
-        if event.finish == "error" or event.type == "fatal":
-            name = status_names.get(event.status, "KD_E_UNKNOWN")
-            raise KdError(
-                event.status,
-                name,
-                f"request {event.id} failed after {len(tokens)} tokens: {_WHY.get(name, 'see its status')}",
-            )
+        with self.stream(prompt, max_tokens=max_tokens, **options) as stream:
+            events = list(stream)
+        last = events[-1]
+        tokens = [t for e in events for t in e.tokens]
+        if last.finish == "error" or last.type == "fatal":
+            name = status_names.get(last.status, "KD_E_UNKNOWN")
+            why = _WHY.get(name, "the model's files or this build are at fault")
+            raise KdError(last.status, name, f"request {stream.id} failed after {len(tokens)} tokens: {why}")
+        rounds = sum(1 for e in events if e.tokens)
         return Completion(
             tokens=tokens,
-            text=b"".join(text).decode("utf-8", "replace"),
-            hashes=hashes,
-            logprobs=logprobs,
-            finish=event.finish or "",
+            text=b"".join(e.text for e in events).decode("utf-8", "replace"),
+            hashes=[h for e in events for h in e.hashes],
+            logprobs=[p for e in events for p in e.logprobs],
+            finish=last.finish or "",
             rounds=rounds,
-            nodes=nodes,
+            nodes=sum(e.nodes for e in events),
             accepted=len(tokens) - rounds,
             seconds=time.monotonic() - start,
-            cached_tokens=event.cached_tokens,
+            cached_tokens=last.cached_tokens,
         )
 
-    # ---- inside ---------------------------------------------------------------------------------------------------
+    # ---- inside ------------------------------------------------------------------------------------------------------
 
     def _check(self, rc: int) -> int:
         return self._library.check(rc)
@@ -556,7 +384,7 @@ class Engine:
         """The handle, held open against close() while the caller is in the library."""
         with self._changed:
             if self._handle is None or self._closing:
-                raise KdError(_E["KD_E_STATE"], "KD_E_STATE", "this engine is closed; open another one")
+                raise structs.failure("KD_E_STATE", "this engine is closed; open another one")
             self._calls += 1
             handle = self._handle
         try:
@@ -567,206 +395,86 @@ class Engine:
                 if self._closing:
                     self._changed.notify_all()
 
-    def _submit(
-        self,
-        own: bool,
-        tokens: Sequence[int],
-        *,
-        max_tokens: int,
-        sampling: Sampling | None = None,
-        stop_ids: Sequence[int] = (),
-        stop_strings: Sequence[str | bytes] = (),
-        credit: int = 0,
-        hash_logits: bool = False,
-        logprobs: bool = False,
-        cold: bool = False,
-        ignore_eos: bool = False,
-        builder: str | None = None,
-        budget: int = 0,
-        user: int = 0,
-    ) -> int:
-        """own: the events go to a Stream, not to poll()."""
-        sampling = sampling or Sampling()
-        flags = (hash_logits and _HASH) | (logprobs and _LOGPROBS) | (cold and _COLD) | (ignore_eos and _IGNORE_EOS)
-        prompt, stops = _ids("tokens", tokens), _ids("stop_ids", stop_ids)
-        if isinstance(stop_strings, (str, bytes)):
-            raise _invalid("stop_strings is one text; give a list of texts")
-        strings = [s.encode() if isinstance(s, str) else bytes(s) for s in stop_strings]
-        keep = [ffi.new("char[]", s + b"\0") for s in strings]
-        request = _struct("kd_request")
-        request.tokens, request.n_tokens = _ints(prompt), len(prompt)
-        for name, value in {
-            "max_tokens": max_tokens,
-            "credit": credit,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p,
-            "top_k": sampling.top_k,
-            "choice": sampling.choice,
-            "seed": sampling.seed,
-            "user": user,
-            "budget": budget,
-        }.items():
-            _put(request, name, value)
-        if stops:
-            request.stop_ids, request.n_stop_ids = _ints(stops), len(stops)
-        if strings:
-            entries = ffi.new("kd_stop_string[]", len(strings))
-            for entry, kept, s in zip(entries, keep, strings, strict=True):
-                entry.bytes, entry.length = kept, len(s)
-            request.stop_strings, request.n_stop_strings = entries, len(strings)
-            keep.append(entries)
-        if builder is not None:
-            flags |= _OWN_BUILDER
-            keep.append(ffi.new("char[]", _text(builder)))
-            request.builder = keep[-1]
-        elif budget:
-            raise _invalid(f"budget = {budget} without a builder; name one, or call use_builder")
-        request.flags = flags
+    def _filled(self, name: str, function: Any) -> Any:
+        out = structs.new(name)
+        with self._call() as handle:
+            self._check(function(handle, out))
+        return out
+
+    def _submit(self, own: bool, tokens: Sequence[int], **options: Any) -> int:
+        """own: the events go to an EventStream, not to poll()."""
+        request, keep = structs.request(tokens, **options)
         out = ffi.new("uint64_t *")
         with self._call() as handle, self._changed:  # no event is handed out before its request is known here
             self._check(self._lib.kd_submit(handle, request, out))
-            self._flags[out[0]] = flags
+            self._flags[out[0]] = request.flags
             if own:
-                self._streams[out[0]] = deque()
+                self._queues[out[0]] = deque()
+        del keep
         return out[0]
 
-    def _wait(self, mine: Callable[[], Any], end: float, capacity: int = 64) -> bool:
-        """Until mine() is not empty or monotonic time `end`; polls the library unless another thread does already.
-        With `end` in the past the library is still asked once."""
-        first = True
+    def _forget(self, id: int) -> None:
+        """Nobody will read this EventStream's queue again; what still comes is thrown away."""
+        with self._changed:
+            if id in self._flags:  # its end has not come yet
+                self._queues[id] = deque(maxlen=0)
+            else:
+                self._queues.pop(id, None)
+
+    def _abandon(self, id: int) -> None:
+        """The EventStream is gone: cancel its request. Waits for no event."""
+        self._forget(id)
+        self.cancel(id)
+
+    def _wait(self, owner: int, most: int, end: float) -> list[Event]:
+        """Up to `most` events of a queue; waits for the first one until monotonic time `end`. Polls the library unless
+        another thread does. With `end` in the past the library is still asked once."""
+        asked = False
         while True:
             with self._changed:
-                if mine():
-                    return True
+                if queue := self._queues.get(owner):
+                    return [queue.popleft() for _ in range(min(most, len(queue)))]
                 left = end - time.monotonic()
-                if left <= 0 and not first:
-                    return False
+                if left <= 0 and (asked or self._polling):
+                    return []
+                if self._closing or self._handle is None:
+                    raise structs.failure("KD_E_STATE", "this engine is closed; open another one")
                 if self._polling:
-                    if left <= 0:
-                        return False
-                    self._changed.wait(min(left, _POLL_SLICE_MS / 1000))
-                    if self._closing:
-                        raise KdError(_E["KD_E_STATE"], "KD_E_STATE", "this engine is closed; open another one")
+                    self._changed.wait(min(left, _SLICE_S))
                     continue
                 self._polling = True
             try:
-                found = self._poll_library(max(0, min(left, _POLL_SLICE_MS / 1000)), capacity)
-            except BaseException:
+                self._poll_library(max(0.0, min(left, _SLICE_S)), most)
+            finally:
                 with self._changed:
                     self._polling = False
                     self._changed.notify_all()
-                raise
-            with self._changed:
-                for event in found:
-                    self._streams.get(event.id, self._backlog).append(event)
-                    if event.type == "fatal":
-                        for queue in self._streams.values():
-                            queue.append(event)
-                self._polling = False
-                self._changed.notify_all()
-            first = False
+            asked = True
 
-    def _poll_library(self, timeout_s: float, capacity: int) -> list[Event]:
-        """Only the thread that set `_polling` is in here."""
-        if capacity > self._capacity:
-            self._events, self._capacity = ffi.new("kd_event[]", capacity), capacity
+    def _poll_library(self, timeout_s: float, capacity: int) -> None:
+        """Hands out what the library has. Only the thread that set `_polling` is in here."""
+        capacity = max(capacity, 64)
+        if self._events == ffi.NULL or len(self._events) < capacity:
+            self._events = ffi.new("kd_event[]", capacity)
         events = self._events
-        events[0].size = ffi.sizeof("kd_event")
+        events[0].size = structs.EVENT_BYTES
         with self._call() as handle:
             n = self._check(self._lib.kd_poll(handle, events, capacity, int(timeout_s * 1000)))
             with self._changed:
-                return [self._event(events[i]) for i in range(n)]
+                for i in range(n):
+                    self._hand_out(structs.event(events[i], self._flags.get(events[i].id, 0)))
 
-    def _event(self, e: Any) -> Event:
-        kind, n = _TYPES.get(e.type, str(e.type)), e.n_tokens
-        flags = self._flags.get(e.id, 0)
-        if kind == "end":
-            self._flags.pop(e.id, None)
-        return Event(
-            kind,
-            e.id,
-            e.user,
-            e.sequence,
-            e.status,
-            _FINISH.get(e.finish),
-            tuple(e.tokens[0:n]),
-            tuple(e.hashes[0:n]) if flags & _HASH else (),
-            tuple(e.logprobs[0:n]) if flags & _LOGPROBS else (),
-            bytes(ffi.buffer(e.text, e.text_length)) if e.text_length else b"",
-            e.nodes,
-            e.builder_generation,
-            e.weights_generation,
-            e.total_tokens,
-            e.cached_tokens,
-        )
-
-
-class Stream:
-    """The events of one request. An iterator and a context manager; `close()` cancels what is still running."""
-
-    def __init__(self, engine: Engine, id: int, credit: int):
-        self.id = id
-        self._portion = max(1, min(64, credit // 2))  # of credit, given back when so many events have been read
-        self._engine = engine
-        self._queue = engine._streams[id]
-        self._read = 0
-        self._ended = False
-
-    def __iter__(self) -> Stream:
-        return self
-
-    def __next__(self) -> Event:
-        if self._ended:
-            raise StopIteration
-        while not self._engine._wait(lambda: self._queue, time.monotonic() + 3600):
-            pass
-        event = self._queue.popleft()
-        if event.type in ("end", "fatal"):
-            self._forget()
-            return event
-        self._read += 1
-        if self._read % self._portion == 0:
-            self._give(self._portion)
-        return event
-
-    def _give(self, n: int) -> None:
-        try:
-            self._engine.credit(self.id, n)
-        except KdError as error:
-            if error.name not in ("KD_E_DONE", "KD_E_NOT_FOUND"):
-                raise
-
-    def _forget(self) -> None:
-        self._ended = True
-        with self._engine._changed:
-            self._engine._streams.pop(self.id, None)
-
-    def close(self) -> None:
-        """Cancel the request if it runs, and read its events to the end, so that nothing of it is left."""
-        if self._ended:
-            return
-        try:
-            self._engine.cancel(self.id)
-            for _ in self:
-                pass
-        except KdError as error:
-            self._forget()
-            if error.name not in ("KD_E_STATE", "KD_E_FATAL"):  # closed or failed: nothing runs any more
-                raise
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if not getattr(self, "_ended", True):
-            try:
-                self.close()
-            except Exception:  # an object that is going away has nobody to tell
-                pass
+    def _hand_out(self, event: Event) -> None:
+        queue = self._queues.get(event.id, self._queues[_NOBODY])
+        queue.append(event)
+        if event.type == "end":
+            self._flags.pop(event.id, None)
+            if queue.maxlen == 0:  # of an EventStream that is gone
+                del self._queues[event.id]
+        elif event.type == "fatal":
+            for other in self._queues.values():
+                if other is not queue:
+                    other.append(event)
 
 
 def _read_text_side(folder: Path) -> tuple[Tokenizer | None, ChatTemplate | None]:
@@ -780,73 +488,4 @@ def _read_text_side(folder: Path) -> tuple[Tokenizer | None, ChatTemplate | None
         tokenizer = Tokenizer.load(folder)
         return tokenizer, ChatTemplate.load(folder, tokenizer)
     except (TokenizerError, ChatError) as error:
-        raise KdError(_E["KD_E_MODEL"], "KD_E_MODEL", str(error)) from None
-
-
-def _struct(name: str) -> Any:
-    struct = ffi.new(f"{name} *")
-    struct.size = ffi.sizeof(name)
-    return struct
-
-
-def _invalid(message: str) -> KdError:
-    return KdError(_E["KD_E_INVALID"], "KD_E_INVALID", message)
-
-
-def _put(struct: Any, name: str, value: Any) -> None:
-    try:
-        setattr(struct, name, value)
-    except (OverflowError, TypeError):
-        kind = dict(ffi.typeof(struct).item.fields)[name].type.cname
-        raise _invalid(f"{name} is {value!r:.60}; it must fit a {kind}") from None
-
-
-def _i32(name: str, value: Any) -> int:
-    if not isinstance(value, int) or not -(1 << 31) <= value < 1 << 31:
-        raise _invalid(f"{name} is {value!r:.60}; it must fit an int32_t")
-    return value
-
-
-def _u32(name: str, value: Any) -> int:
-    if not isinstance(value, int) or not 0 <= value < 1 << 32:
-        raise _invalid(f"{name} is {value!r:.60}; it must fit a uint32_t")
-    return value
-
-
-def _id(value: Any) -> int:
-    if not isinstance(value, int) or not 0 <= value < 1 << 64:
-        raise _invalid(f"id is {value!r:.60}; it must be a request's id")
-    return value
-
-
-def _ids(name: str, values: Sequence[int]) -> array.array:
-    """As int32; KD_E_INVALID for what is no list of integers, KD_E_TOKEN for one that cannot be an id."""
-    if isinstance(values, (str, bytes)):
-        raise _invalid(f"{name} is text; give token ids")
-    try:
-        return array.array("i", map(operator.index, values))
-    except TypeError:
-        raise _invalid(f"{name} must be a list of token ids") from None
-    except OverflowError:
-        raise KdError(_E["KD_E_TOKEN"], "KD_E_TOKEN", f"{name} holds a number that is no token id") from None
-
-
-def _ints(values: array.array) -> Any:
-    """int32_t[] over the array's own memory, which it keeps alive."""
-    return ffi.from_buffer("int32_t[]", values)
-
-
-def _text(value: str) -> bytes:
-    raw = value.encode()
-    if b"\0" in raw:
-        raise _invalid("a name holds a zero character")
-    return raw
-
-
-def _path_bytes(path: str | Path) -> bytes:
-    import os
-
-    raw = os.fsencode(path)
-    if b"\0" in raw:
-        raise _invalid("a path holds a zero character")
-    return raw
+        raise structs.failure("KD_E_MODEL", str(error)) from None

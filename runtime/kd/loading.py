@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kd import verbs
-from kd.protocol import ProtocolError
+from kd import wire
+from kd.wire import ProtocolError
 
 if TYPE_CHECKING:
     from kd.server import Daemon
@@ -49,8 +49,13 @@ class Loader:
         phase = raw["phase"]
         done, total = int(raw.get("bytes_done", 0)), int(raw.get("bytes_total", 0))
         percent = 100.0 * done / total if total else (100.0 if phase == "done" else 0.0)
-        return {"phase": "warm" if self.warming else phase, "bytes_done": done, "bytes_total": total,
-                "elapsed_us": int(raw.get("elapsed_us", 0)), "percent": min(100.0, round(percent, 1))}
+        return {
+            "phase": "warm" if self.warming else phase,
+            "bytes_done": done,
+            "bytes_total": total,
+            "elapsed_us": int(raw.get("elapsed_us", 0)),
+            "percent": min(100.0, round(percent, 1)),
+        }
 
     def claim(self) -> None:
         """Reserve the only place. Raises ProtocolError."""
@@ -83,8 +88,12 @@ class Loader:
                 self._undo()
                 raise
             d.model_path = path
-            d.log.info("model ready", model=path, load_ms=int((loaded - began) * 1000),
-                       warm_ms=int((time.monotonic() - loaded) * 1000))
+            d.log.info(
+                "model ready",
+                model=path,
+                load_ms=int((loaded - began) * 1000),
+                warm_ms=int((time.monotonic() - loaded) * 1000),
+            )
         finally:
             stall.set()
             self.warming = False
@@ -126,8 +135,11 @@ class Loader:
         built = self._decode(prompt, WARM_TOKENS, None)
         if plain != built:
             at = _first_difference(list(zip(*plain, strict=True)), list(zip(*built, strict=True)))
-            raise ProtocolError("MODEL", f"warm-up: the builder in force changed the output at token {at}: the engine "
-                                "is not exact on this machine; report it, and run with builder none")
+            raise ProtocolError(
+                "MODEL",
+                f"warm-up: the builder in force changed the output at token {at}: the engine "
+                "is not exact on this machine; report it, and run with builder none",
+            )
         golden = path / "golden.json"
         if golden.is_file():
             self._check_golden(golden)
@@ -144,8 +156,11 @@ class Loader:
         got = self._decode(prompt, len(tokens), None)[0]
         if got != tokens:
             at = _first_difference(got, tokens)
-            raise ProtocolError("MODEL", f"{golden}: token {at} came out otherwise: the weights are not those the file "
-                                "was made with, or this build computes wrongly")
+            raise ProtocolError(
+                "MODEL",
+                f"{golden}: token {at} came out otherwise: the weights are not those the file "
+                "was made with, or this build computes wrongly",
+            )
 
     def _prompt(self, engine: Any) -> list[int]:
         tokenizer = engine.tokenizer
@@ -159,8 +174,16 @@ class Loader:
         tokens: list[int] = []
         hashes: list[int] = []
         try:
-            ident = self.d.engine.submit(prompt, max_tokens=max_tokens, sampling=self.d.make_sampling(),
-                                         hash_logits=True, cold=True, ignore_eos=True, builder=builder, user=user)
+            ident = self.d.engine.submit(
+                prompt,
+                max_tokens=max_tokens,
+                sampling=self.d.make_sampling(),
+                hash_logits=True,
+                cold=True,
+                ignore_eos=True,
+                builder=builder,
+                user=user,
+            )
             limit = time.monotonic() + WARM_TIMEOUT_S
             while True:
                 try:
@@ -174,7 +197,7 @@ class Loader:
                 hashes += event.hashes
                 if event.type == "end":
                     if event.status:
-                        name = verbs.protocol.error_of_status(event.status)
+                        name = wire.error_of_status(event.status)
                         raise ProtocolError(name, f"warm-up ended with {name}")
                     return tokens, hashes
         finally:

@@ -10,7 +10,7 @@ from typing import Any
 
 import zmq
 
-from kd import protocol
+from kd import protocol, wire
 
 MAX_WAITING = 8192  # frames of one peer; credit keeps an honest one far below
 SEND_HWM = 512
@@ -45,16 +45,28 @@ class Port:
 
     gone(peer) is called when a peer has vanished or its box has overflown; nothing is sent to it afterwards."""
 
-    def __init__(self, context: zmq.Context, endpoint: str, gone: Callable[[bytes], None],
-                 prepare: Callable[[zmq.Socket], None] | None = None):
+    def __init__(
+        self,
+        context: zmq.Context,
+        endpoint: str,
+        gone: Callable[[bytes], None],
+        prepare: Callable[[zmq.Socket], None] | None = None,
+    ):
         self.endpoint, self._gone = endpoint, gone
         self._boxes: dict[bytes, collections.deque[list[bytes]]] = {}
         self.sent = 0
         self.socket = context.socket(zmq.ROUTER)
-        for option, value in ((zmq.ROUTER_MANDATORY, 1), (zmq.SNDHWM, SEND_HWM), (zmq.RCVHWM, SEND_HWM),
-                              (zmq.LINGER, LINGER_MS), (zmq.MAXMSGSIZE, protocol.MAX_FRAME_BYTES),
-                              (zmq.HEARTBEAT_IVL, 2000), (zmq.HEARTBEAT_TIMEOUT, 6000), (zmq.HEARTBEAT_TTL, 10_000),
-                              (zmq.HANDSHAKE_IVL, 5000)):
+        for option, value in (
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.SNDHWM, SEND_HWM),
+            (zmq.RCVHWM, SEND_HWM),
+            (zmq.LINGER, LINGER_MS),
+            (zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES),
+            (zmq.HEARTBEAT_IVL, 2000),
+            (zmq.HEARTBEAT_TIMEOUT, 6000),
+            (zmq.HEARTBEAT_TTL, 10_000),
+            (zmq.HANDSHAKE_IVL, 5000),
+        ):
             self.socket.setsockopt(option, value)
         if prepare:
             prepare(self.socket)

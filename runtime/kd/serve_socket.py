@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from kd import protocol, verbs
+from kd import protocol, verbs, wire
 from kd.port import Port, Wake
-from kd.protocol import ProtocolError
 from kd.sessions import Session
+from kd.wire import ProtocolError
 
 if TYPE_CHECKING:
     from kd.server import Daemon
@@ -123,12 +123,12 @@ class ServeThread(threading.Thread):
         try:
             reply = self._answer(peer, kind, ident, body)
         except Exception as error:
-            wire = verbs.wire_error(error)
-            if wire.name in ("INTERNAL", "FATAL"):
-                self.log.error("request failed", type=kind, request=ident.hex(), error=wire.message)
-            if wire.name == "FATAL":
-                self.d.fail(wire.message, 70)
-            reply = "ERROR", wire.body()
+            told = verbs.wire_error(error)
+            if told.name in ("INTERNAL", "FATAL"):
+                self.log.error("request failed", type=kind, request=ident.hex(), error=told.message)
+            if told.name == "FATAL":
+                self.d.fail(told.message, 70)
+            reply = "ERROR", told.body()
         if reply is not None:
             self._send(peer, reply[0], ident, reply[1])
 
@@ -173,7 +173,7 @@ class ServeThread(threading.Thread):
         """Unknown and ended requests are ignored: the grant and the end may have crossed."""
         for session in self.hub.find(ident, peer):
             with self.hub.lock:
-                frames = min(frames, protocol.MAX_CREDIT - session.credit)
+                frames = min(frames, wire.MAX_CREDIT - session.credit)
                 if frames <= 0:
                     return
                 session.credit += frames
@@ -243,13 +243,29 @@ class ServeThread(threading.Thread):
             if not tokens:
                 raise ProtocolError("BAD_FIELD", "the prompt is empty: it must give at least one token")
             session.prompt_tokens = len(tokens)
-            sampling = self.d.make_sampling(temperature=body["temperature"], top_p=body["top_p"], min_p=body["min_p"],
-                                            top_k=body["top_k"], seed=session.seed, choice=body["choice"])
+            sampling = self.d.make_sampling(
+                temperature=body["temperature"],
+                top_p=body["top_p"],
+                min_p=body["min_p"],
+                top_k=body["top_k"],
+                seed=session.seed,
+                choice=body["choice"],
+            )
             ident = self.d.engine.submit(
-                tokens, max_tokens=body["max_tokens"], sampling=sampling, stop_ids=tuple(body["stop_ids"] or ()),
-                stop_strings=tuple(body["stop"] or ()), credit=body["credit"], hash_logits=body["hash_logits"],
-                logprobs=body["logprobs"], cold=body["cold"], ignore_eos=body["ignore_eos"],
-                builder=body["builder"], budget=body["budget"], user=session.user)
+                tokens,
+                max_tokens=body["max_tokens"],
+                sampling=sampling,
+                stop_ids=tuple(body["stop_ids"] or ()),
+                stop_strings=tuple(body["stop"] or ()),
+                credit=body["credit"],
+                hash_logits=body["hash_logits"],
+                logprobs=body["logprobs"],
+                cold=body["cold"],
+                ignore_eos=body["ignore_eos"],
+                builder=body["builder"],
+                budget=body["budget"],
+                user=session.user,
+            )
         except Exception as error:
             self.call(self._refused, session, verbs.wire_error(error))
             return
@@ -272,8 +288,14 @@ class ServeThread(threading.Thread):
                 return
             session.state, session.engine_id = "running", engine_id
             extra, session.extra_credit = session.extra_credit, 0
-        self.log.info("request accepted", request=session.name, engine_id=engine_id, client=session.peer.hex(),
-                      prompt_tokens=session.prompt_tokens, max_tokens=session.body["max_tokens"])
+        self.log.info(
+            "request accepted",
+            request=session.name,
+            engine_id=engine_id,
+            client=session.peer.hex(),
+            prompt_tokens=session.prompt_tokens,
+            max_tokens=session.body["max_tokens"],
+        )
         self._send(session.peer, "ACCEPTED", session.ident, self._accepted(session))
         if extra:
             self._grant(session, extra)
@@ -282,8 +304,12 @@ class ServeThread(threading.Thread):
 
     @staticmethod
     def _accepted(session: Session, duplicate: bool = False) -> dict[str, Any]:
-        return {"prompt_tokens": session.prompt_tokens, "engine_id": session.engine_id, "seed": session.seed,
-                "duplicate": duplicate}
+        return {
+            "prompt_tokens": session.prompt_tokens,
+            "engine_id": session.engine_id,
+            "seed": session.seed,
+            "duplicate": duplicate,
+        }
 
     # ---- events
 
@@ -315,7 +341,7 @@ class ServeThread(threading.Thread):
         if session.state == "preparing":
             self._submitted(session, event.id)
         with self.hub.lock:
-            session.token_hash = protocol.hash_ids(event.tokens, session.token_hash)
+            session.token_hash = wire.hash_ids(event.tokens, session.token_hash)
             session.total_tokens += len(event.tokens)
             session.nodes += event.nodes
             session.rounds += bool(event.tokens)
@@ -332,37 +358,65 @@ class ServeThread(threading.Thread):
 
     @staticmethod
     def _chunk(session: Session, event: Any) -> dict[str, Any]:
-        return {"seq": session.frames, "tokens": protocol.pack_ids(event.tokens), **verbs.text_fields(event.text),
-                "hashes": protocol.pack_u64(event.hashes) if session.body["hash_logits"] else None,
-                "logprobs": protocol.pack_f32(event.logprobs) if session.body["logprobs"] else None,
-                "nodes": event.nodes, "builder_generation": event.builder_generation,
-                "weights_generation": event.weights_generation}
+        return {
+            "seq": session.frames,
+            "tokens": wire.pack_ids(event.tokens),
+            **verbs.text_fields(event.text),
+            "hashes": wire.pack_u64(event.hashes) if session.body["hash_logits"] else None,
+            "logprobs": wire.pack_f32(event.logprobs) if session.body["logprobs"] else None,
+            "nodes": event.nodes,
+            "builder_generation": event.builder_generation,
+            "weights_generation": event.weights_generation,
+        }
 
     def _final(self, session: Session, event: Any) -> None:
         name, message = None, None
         if event.status:
-            name = protocol.error_of_status(event.status)
+            name = wire.error_of_status(event.status)
             message = _STATUS_WORDS.get(name, f"the request ended with {name}")
             if name == "CANCELLED" and session.verdict:
                 name, message = session.verdict
         self._finish(session, self._chunk(session, event), event.finish or "error", name, message)
 
-    def _finish(self, session: Session, chunk: dict[str, Any], finish: str, name: str | None,
-                message: str | None) -> None:
+    def _finish(
+        self, session: Session, chunk: dict[str, Any], finish: str, name: str | None, message: str | None
+    ) -> None:
         total_us = int((time.monotonic() - session.started) * 1e6)
         self.hub.close(session)
         self.hub.counts[finish] += 1
-        self.log.info("request ended", request=session.name, finish=finish, error=name, tokens=session.total_tokens,
-                      rounds=session.rounds, ms=total_us // 1000)
+        self.log.info(
+            "request ended",
+            request=session.name,
+            finish=finish,
+            error=name,
+            tokens=session.total_tokens,
+            rounds=session.rounds,
+            ms=total_us // 1000,
+        )
         if session.orphan:
             return
-        self._send(session.peer, "FINAL", session.ident, {
-            **chunk, "finish": finish, "code": protocol.ERRORS[name] if name else 0, "name": name, "message": message,
-            "prompt_tokens": session.prompt_tokens, "cached_tokens": session.cached_tokens,
-            "total_tokens": session.total_tokens, "frames": session.frames + 1,
-            "token_hash": session.token_hash.to_bytes(8, "little"), "rounds": session.rounds,
-            "total_nodes": session.nodes, "accepted": max(0, session.total_tokens - session.rounds),
-            "first_token_us": session.first_us, "total_us": total_us})
+        self._send(
+            session.peer,
+            "FINAL",
+            session.ident,
+            {
+                **chunk,
+                "finish": finish,
+                "code": wire.ERRORS[name] if name else 0,
+                "name": name,
+                "message": message,
+                "prompt_tokens": session.prompt_tokens,
+                "cached_tokens": session.cached_tokens,
+                "total_tokens": session.total_tokens,
+                "frames": session.frames + 1,
+                "token_hash": session.token_hash.to_bytes(8, "little"),
+                "rounds": session.rounds,
+                "total_nodes": session.nodes,
+                "accepted": max(0, session.total_tokens - session.rounds),
+                "first_token_us": session.first_us,
+                "total_us": total_us,
+            },
+        )
 
     def fail_all(self, name: str, message: str) -> None:
         """End every open request with an error, without the engine: it is dead."""
@@ -409,5 +463,5 @@ class ServeThread(threading.Thread):
 
 def rows_of(sessions: list[Session]) -> verbs.Reply:
     """A REQUESTS body: as many rows as a message may hold."""
-    most = protocol.MAX_ARRAY_ITEMS
+    most = wire.MAX_ARRAY_ITEMS
     return "REQUESTS", {"requests": [s.row() for s in sessions[:most]], "more": max(0, len(sessions) - most)}

@@ -16,15 +16,15 @@ import zmq
 
 import kd
 from kd import config as configuration
-from kd import notify, protocol, verbs
+from kd import notify, verbs, wire
 from kd.control_socket import ControlLoop
 from kd.loading import Loader
 from kd.logs import Log
 from kd.port import LINGER_MS, SEND_HWM, Port
-from kd.protocol import ProtocolError
 from kd.serve_socket import ServeThread
 from kd.sessions import Hub
 from kd.state import EX_DATA, EX_OS, EX_RUNNING, EX_SOFTWARE, DaemonState, Watch
+from kd.wire import ProtocolError
 
 STOP_GRACE_S = 5.0  # beyond the drain time; then the process ends whatever its threads do
 JOIN_S = 2.0
@@ -52,8 +52,10 @@ class Lock:
         except OSError:
             owner = os.pread(self.fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
             os.close(self.fd)
-            raise AlreadyRunning(f"{what} is served by process {owner} already (lock {path}): stop that one first, "
-                                 "or choose another instance") from None
+            raise AlreadyRunning(
+                f"{what} is served by process {owner} already (lock {path}): stop that one first, "
+                "or choose another instance"
+            ) from None
         os.ftruncate(self.fd, 0)
         os.pwrite(self.fd, f"{os.getpid()}\n".encode(), 0)
 
@@ -67,8 +69,14 @@ class Daemon:
     """open_engine() makes a kd.Engine-like object, make_sampling(**values) a kd.Sampling-like one, describe() gives
     (ABI version, library name)."""
 
-    def __init__(self, config: configuration.Config, log: Log, open_engine: Callable[[], Any],
-                 make_sampling: Callable[..., Any], describe: Callable[[], tuple[int, str]] = lambda: (0, "")):
+    def __init__(
+        self,
+        config: configuration.Config,
+        log: Log,
+        open_engine: Callable[[], Any],
+        make_sampling: Callable[..., Any],
+        describe: Callable[[], tuple[int, str]] = lambda: (0, ""),
+    ):
         self.config, self.log = config, log
         self._open_engine, self.make_sampling = open_engine, make_sampling
         self._describe, self.abi, self.library, self.version = describe, 0, "", kd.__version__
@@ -89,7 +97,7 @@ class Daemon:
         self._locks: list[Lock] = []
         self._context = zmq.Context(io_threads=1)
         self._curve: Any = None
-        self.control: ControlLoop | None = None
+        self.control: ControlLoop
         self.serve: ServeThread
         self._open_sockets()
 
@@ -100,8 +108,9 @@ class Daemon:
         server = self.config.server
         where = configuration.paths(server.instance, runtime_dir=server.runtime_dir)
         configuration.make_dirs(where, group=server.serve_group)
-        self.endpoints = {name: getattr(server, name) or f"ipc://{getattr(where, name)}"
-                          for name in ("control", "serve", "events")}
+        self.endpoints = {
+            name: getattr(server, name) or f"ipc://{getattr(where, name)}" for name in ("control", "serve", "events")
+        }
         try:
             self._locks.append(Lock(where.lock, f"instance '{server.instance}'"))
             for name, endpoint in self.endpoints.items():
@@ -109,11 +118,15 @@ class Daemon:
                     self._locks.append(Lock(Path(endpoint[6:] + ".lock"), endpoint))
             self._curve = self._security()
             # The file mode of an ipc socket follows the umask: the operator's own, and group for the rest.
-            control = self._bind("control", 0o177, lambda e: Port(self._context, e, lambda peer: None,
-                                                                  self._prepare("control")))
+            control = self._bind(
+                "control", 0o177, lambda e: Port(self._context, e, lambda peer: None, self._prepare("control"))
+            )
             gone: list[ServeThread] = []
-            serve = self._bind("serve", 0o117, lambda e: Port(self._context, e, lambda peer: gone[0].gone(peer),
-                                                              self._prepare("serve")))
+            serve = self._bind(
+                "serve",
+                0o117,
+                lambda e: Port(self._context, e, lambda peer: gone[0].gone(peer), self._prepare("serve")),
+            )
             events = self._bind("events", 0o117, self._event_socket)
             self._give_group(server.serve_group)
         except BaseException:
@@ -132,16 +145,22 @@ class Daemon:
             return make(endpoint)
         except zmq.ZMQError as error:
             if error.errno == errno.EADDRINUSE:
-                raise AlreadyRunning(f"{endpoint} is in use by another process: stop it, or choose another "
-                                     f"server.{name}") from None
+                raise AlreadyRunning(
+                    f"{endpoint} is in use by another process: stop it, or choose another server.{name}"
+                ) from None
             raise configuration.ConfigError(f"server.{name} = {endpoint}: cannot be bound ({error})") from None
         finally:
             os.umask(old)
 
     def _event_socket(self, endpoint: str) -> zmq.Socket:
         socket = self._context.socket(zmq.XPUB)
-        for option, value in ((zmq.SNDHWM, SEND_HWM), (zmq.RCVHWM, SEND_HWM), (zmq.LINGER, LINGER_MS),
-                              (zmq.MAXMSGSIZE, 4096), (zmq.HANDSHAKE_IVL, 5000)):
+        for option, value in (
+            (zmq.SNDHWM, SEND_HWM),
+            (zmq.RCVHWM, SEND_HWM),
+            (zmq.LINGER, LINGER_MS),
+            (zmq.MAXMSGSIZE, 4096),
+            (zmq.HANDSHAKE_IVL, 5000),
+        ):
             socket.setsockopt(option, value)
         self._prepare("events")(socket)
         socket.bind(endpoint)
@@ -173,7 +192,7 @@ class Daemon:
                 os.chown(self.endpoints[name][6:], -1, gid)
 
     def body_limit(self, socket: str) -> int:
-        return self.config.server.max_message_bytes if socket == "serve" else protocol.MAX_BODY_BYTES["control"]
+        return self.config.server.max_message_bytes if socket == "serve" else wire.MAX_BODY_BYTES["control"]
 
     # ---- state
 
@@ -200,15 +219,13 @@ class Daemon:
         fields = {"reason": reason} if reason else {}
         self.log.write("error" if name == "failed" else "info", f"state {name}", **fields)
         notify.status(name + (f": {reason}" if reason else ""))
-        if self.control is not None:
-            self.control.call(self.control.publish, "state", {"state": name, "reason": reason})
+        self.control.call(self.control.publish, "state", {"state": name, "reason": reason})
 
     def fail(self, reason: str, exit_status: int) -> None:
         """Latch a fatal failure: the daemon ends with this status whatever comes later. [any thread]"""
         if self.state.fail(reason, exit_status):
             self.arm_hard_exit(0)
-            if self.control is not None:
-                self.control.wake.ring()
+            self.control.wake.ring()
 
     def _feed_watchdog(self) -> None:
         interval_us = notify.watchdog_interval_us()
@@ -224,7 +241,6 @@ class Daemon:
         if not self.state.started:
             notify.extend_timeout(self.config.server.load_stall_timeout_ms * 2000)
         notify.status(f"loading: {now['phase']} {now['percent']:.0f} %")
-        assert self.control is not None
         self.control.call(self.control.publish, "load", now)
 
     # ---- what the sockets ask for
@@ -239,8 +255,9 @@ class Daemon:
         if state.name == "empty":
             raise ProtocolError("NOT_READY", "no model is loaded: load one with `kdctl load PATH`")
         if not self.ready:
-            raise ProtocolError("NOT_READY", f"the daemon is {state.name}: retry, or wait for state ready",
-                                retry_ms=1000)
+            raise ProtocolError(
+                "NOT_READY", f"the daemon is {state.name}: retry, or wait for state ready", retry_ms=1000
+            )
         engine = self.config.engine
         most = (engine.max_streams or 64) + (engine.max_queue or 512)
         if self.hub.active >= most:
@@ -254,8 +271,12 @@ class Daemon:
             texts = [body["prompt"]] if body["prompt"] is not None else [m["content"] for m in body["messages"]]
             size, unit = -(-sum(len(t.encode()) for t in texts) // MAX_TOKEN_BYTES), "or more tokens"
         if size + body["max_tokens"] > positions:
-            raise ProtocolError("CONTEXT", f"a prompt of {size} {unit} and max_tokens {body['max_tokens']} do not fit "
-                                f"the context of {positions}: shorten one of them", limit=positions)
+            raise ProtocolError(
+                "CONTEXT",
+                f"a prompt of {size} {unit} and max_tokens {body['max_tokens']} do not fit "
+                f"the context of {positions}: shorten one of them",
+                limit=positions,
+            )
 
     def apply_builder(self) -> None:
         """Put the configured builder in force; a model without a drafter keeps the engine's own."""
@@ -297,9 +318,9 @@ class Daemon:
 
     def run(self) -> int:
         """Serve until stopped; returns the exit status."""
-        assert self.control is not None
-        self.log.info("starting", version=self.version, instance=self.config.server.instance, pid=os.getpid(),
-                      **self.endpoints)
+        self.log.info(
+            "starting", version=self.version, instance=self.config.server.instance, pid=os.getpid(), **self.endpoints
+        )
         self.serve.start()
         self.watch.start()
         starter = threading.Thread(target=self._start, name="kd-start", daemon=True)
@@ -329,10 +350,10 @@ class Daemon:
             self.state.started = True
             notify.ready("ready" if path else "no model loaded")
         except Exception as error:
-            wire = verbs.wire_error(error)
+            told = verbs.wire_error(error)
             if self.stopping:
                 return
-            self.fail(wire.message, _EXIT.get(wire.name, EX_SOFTWARE))
+            self.fail(told.message, _EXIT.get(told.name, EX_SOFTWARE))
 
     def arm_hard_exit(self, after_s: float) -> None:
         """Whatever hangs: the process is gone that many seconds from now, plus the grace. The earliest time wins."""
@@ -354,7 +375,6 @@ class Daemon:
 
     def _leave(self) -> int:
         """Close everything in order, within bounds."""
-        assert self.control is not None
         self.arm_hard_exit(0)
         status = self.state.exit_status
         self.serve.leave()
@@ -380,8 +400,10 @@ class Daemon:
                     pass  # ZeroMQ removes it itself when it comes to it
         if self._curve:
             self._curve.authenticator.stop()
-        if not stuck:
-            self._context.term()
+        # term() returns when the last answers are out, or never if a stuck thread holds a socket.
+        ender = threading.Thread(target=self._context.term, name="kd-term", daemon=True)
+        ender.start()
+        ender.join(LINGER_MS / 1000 + 0.5)
         for lock in self._locks:
             lock.release()
         self._hard_exit_at = None

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgpack
 
-from kd import protocol
+from kd import wire
 
 REMEMBERED = 4096  # ended requests whose ids are still answered for
 
@@ -24,9 +24,32 @@ REMEMBERED = 4096  # ended requests whose ids are still answered for
 class Session:
     """One GENERATE of one client."""
 
-    __slots__ = ("peer", "ident", "user", "body", "key", "state", "engine_id", "prompt_tokens", "frames", "engine_seq",
-                 "credit", "extra_credit", "token_hash", "total_tokens", "nodes", "rounds", "started",
-                 "first_us", "deadline", "cancelled", "verdict", "orphan", "cached_tokens", "seed")
+    __slots__ = (
+        "peer",
+        "ident",
+        "user",
+        "body",
+        "key",
+        "state",
+        "engine_id",
+        "prompt_tokens",
+        "frames",
+        "engine_seq",
+        "credit",
+        "extra_credit",
+        "token_hash",
+        "total_tokens",
+        "nodes",
+        "rounds",
+        "started",
+        "first_us",
+        "deadline",
+        "cancelled",
+        "verdict",
+        "orphan",
+        "cached_tokens",
+        "seed",
+    )
 
     def __init__(self, peer: bytes, ident: bytes, user: int, body: dict[str, Any], key: bytes):
         self.peer, self.ident, self.user, self.body, self.key = peer, ident, user, body, key
@@ -34,7 +57,7 @@ class Session:
         self.engine_id = self.prompt_tokens = self.frames = self.total_tokens = self.nodes = self.rounds = 0
         self.cached_tokens = self.first_us = self.extra_credit = 0
         self.credit = body["credit"]  # frames it may still be sent
-        self.token_hash = protocol.HASH_START
+        self.token_hash = wire.HASH_START
         self.started = time.monotonic()
         self.deadline = self.started + body["deadline_ms"] / 1000 if body["deadline_ms"] else None
         self.cancelled = self.orphan = False
@@ -49,9 +72,17 @@ class Session:
 
     def row(self) -> dict[str, Any]:
         now = time.monotonic()
-        return {"request": self.name, "engine_id": self.engine_id, "state": self.state, "client": self.peer.hex(),
-                "prompt_tokens": self.prompt_tokens, "tokens": self.total_tokens, "rounds": self.rounds,
-                "credit": self.credit, "age_ms": int((now - self.started) * 1000)}
+        return {
+            "request": self.name,
+            "engine_id": self.engine_id,
+            "state": self.state,
+            "client": self.peer.hex(),
+            "prompt_tokens": self.prompt_tokens,
+            "tokens": self.total_tokens,
+            "rounds": self.rounds,
+            "credit": self.credit,
+            "age_ms": int((now - self.started) * 1000),
+        }
 
 
 class Client:
@@ -103,13 +134,16 @@ class Hub:
             known = session.key if session else self.ended.get((peer, ident))
             if known is not None:
                 if known != key:
-                    raise protocol.ProtocolError("CONFLICT", "this id names another request of yours: use a fresh one")
+                    raise wire.ProtocolError("CONFLICT", "this id names another request of yours: use a fresh one")
                 return session, False
             if client is None:
                 client = self.clients[peer] = Client(peer, self.lease_s)
             if len(client.sessions) >= self.max_requests_client:
-                raise protocol.ProtocolError("BUSY", f"this client has {self.max_requests_client} open requests, the "
-                                             "most one may have", retry_ms=1000)
+                raise wire.ProtocolError(
+                    "BUSY",
+                    f"this client has {self.max_requests_client} open requests, the most one may have",
+                    retry_ms=1000,
+                )
             lease = body["lease_ms"] / 1000 if body["lease_ms"] else self.lease_s
             client.lease_s = lease
             session = Session(peer, ident, next(self._users), body, key)
@@ -155,10 +189,15 @@ class Hub:
             return sum(s.state == "preparing" for s in self.by_user.values())
 
     def owes_work(self) -> bool:
-        """Whether the engine has something it may do now: a running request with credit left."""
+        """Whether the engine has something it may do now: a running request with credit left.
+
+        One that has not begun may have to wait for pages that paused ones hold: that is no fault of the engine."""
         with self.lock:
-            return bool(self.inner) or any(s.state == "running" and (s.credit > 0 or s.cancelled)
-                                           for s in self.by_user.values())
+            running = [s for s in self.by_user.values() if s.state == "running"]
+            paused = any(s.credit <= 0 and not s.cancelled for s in running)
+            return bool(self.inner) or any(
+                s.cancelled or (s.credit > 0 and (s.total_tokens > 0 or not paused)) for s in running
+            )
 
     # -- the daemon's own requests
 

@@ -133,5 +133,8 @@ class Watch:
                     self.on_fatal(f"the engine does not tell its state: {error}", EX_SOFTWARE)
                 continue
             if self.age_us > 2 * self._limit_s * 1e6:
-                self.on_fatal(f"the engine made no progress for {self.age_us // 1_000_000} s although requests run "
-                              "(server.round_stall_timeout_ms)", EX_SOFTWARE)
+                self.on_fatal(
+                    f"the engine made no progress for {self.age_us // 1_000_000} s although requests run "
+                    "(server.round_stall_timeout_ms)",
+                    EX_SOFTWARE,
+                )

@@ -7,8 +7,8 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from kd import protocol
-from kd.protocol import ProtocolError
+from kd import wire
+from kd.wire import ProtocolError
 
 if TYPE_CHECKING:
     from kd.server import Daemon
@@ -22,7 +22,7 @@ def wire_error(error: Exception) -> ProtocolError:
         return error
     code = getattr(error, "code", None)
     if isinstance(code, int):
-        name = protocol.error_of_status(code)
+        name = wire.error_of_status(code)
         extra = {"retry_ms": 1000} if name == "BUSY" else {}
         return ProtocolError(name, getattr(error, "message", str(error)), **extra)
     return ProtocolError("INTERNAL", f"{type(error).__name__}: {error}")
@@ -38,7 +38,7 @@ def plain(value: Any) -> Any:
     for key, item in value.items():
         if isinstance(item, tuple | list):
             item = list(item)
-        elif isinstance(item, int) and not -protocol.MAX_INT <= item <= protocol.MAX_INT:
+        elif isinstance(item, int) and not -wire.MAX_INT <= item <= wire.MAX_INT:
             item = f"{item:016x}"
         out[key] = item
     if isinstance(out.get("content_hash"), int):
@@ -54,38 +54,82 @@ def model_of(daemon: Daemon) -> dict[str, Any] | None:
         info = plain(engine.info)
     except Exception:
         return None  # unloaded in between
-    return {"path": daemon.model_path, "name": os.path.basename(daemon.model_path.rstrip("/")),
-            "tokenizer": engine.tokenizer is not None, "chat": engine.chat is not None, **info}
+    return {
+        "path": daemon.model_path,
+        "name": os.path.basename(daemon.model_path.rstrip("/")),
+        "tokenizer": engine.tokenizer is not None,
+        "chat": engine.chat is not None,
+        **info,
+    }
 
 
 def hello(daemon: Daemon, socket: str) -> Reply:
     server = daemon.config.server
-    limits = {"body_bytes": daemon.body_limit(socket), "header_bytes": protocol.MAX_HEADER_BYTES,
-              "credit": protocol.MAX_CREDIT, "requests": server.max_requests_client,
-              "lease_ms": server.client_timeout_ms, "stop_strings": protocol.MAX_STOP_STRINGS,
-              "slow_reader_ms": daemon.config.engine.slow_reader_timeout_ms or 30_000}
-    return "WELCOME", {"version_min": protocol.VERSION_MIN, "version_max": protocol.VERSION_MAX,
-                       "daemon": daemon.version, "boot": daemon.boot, "abi": daemon.abi, "pid": os.getpid(),
-                       "instance": server.instance, "socket": socket, "state": daemon.state.name, "limits": limits,
-                       "model": model_of(daemon)}
+    limits = {
+        "body_bytes": daemon.body_limit(socket),
+        "header_bytes": wire.MAX_HEADER_BYTES,
+        "credit": wire.MAX_CREDIT,
+        "requests": server.max_requests_client,
+        "lease_ms": server.client_timeout_ms,
+        "stop_strings": wire.MAX_STOP_STRINGS,
+        "slow_reader_ms": daemon.config.engine.slow_reader_timeout_ms or 30_000,
+    }
+    return "WELCOME", {
+        "version_min": wire.VERSION_MIN,
+        "version_max": wire.VERSION_MAX,
+        "daemon": daemon.version,
+        "boot": daemon.boot,
+        "abi": daemon.abi,
+        "pid": os.getpid(),
+        "instance": server.instance,
+        "socket": socket,
+        "state": daemon.state.name,
+        "limits": limits,
+        "model": model_of(daemon),
+    }
 
 
 def ping(daemon: Daemon) -> Reply:
-    stats = daemon.watch.stats
-    return "PONG", {"turns": stats.get("turns", 0), "turn_age_us": daemon.watch.age_us, "state": daemon.state.name,
-                    "live": daemon.live, "ready": daemon.ready, "streams": stats.get("streams", 0),
-                    "waiting": stats.get("waiting", 0)}
+    stats = daemon.fresh_stats() or {}
+    return "PONG", {
+        "turns": stats.get("turns", 0),
+        "turn_age_us": daemon.watch.age_us,
+        "state": daemon.state.name,
+        "live": daemon.live,
+        "ready": daemon.ready,
+        "streams": stats.get("streams", 0),
+        "waiting": stats.get("waiting", 0),
+    }
 
 
 def status(daemon: Daemon) -> Reply:
     state = daemon.state
-    about = {"version": daemon.version, "abi": daemon.abi, "protocol": protocol.VERSION_MAX, "pid": os.getpid(),
-             "instance": daemon.config.server.instance, "uptime_ms": int((time.monotonic() - daemon.started_at) * 1000),
-             "open_requests": daemon.hub.active, "clients": len(daemon.hub.clients), "log_dropped": daemon.log.dropped,
-             "device": daemon.config.engine.device, "library": daemon.library, **daemon.endpoints}
-    return "STATUS", {"state": state.name, "live": daemon.live, "ready": daemon.ready, "started": state.started,
-                      "reason": state.reason or None, "daemon": about, "model": model_of(daemon),
-                      "load": daemon.loader.progress(), "stats": daemon.fresh_stats(), "timings": state.timings()}
+    about = {
+        "version": daemon.version,
+        "abi": daemon.abi,
+        "protocol": wire.VERSION_MAX,
+        "pid": os.getpid(),
+        "instance": daemon.config.server.instance,
+        "uptime_ms": int((time.monotonic() - daemon.started_at) * 1000),
+        "open_requests": daemon.hub.active,
+        "clients": len(daemon.hub.clients),
+        "log_dropped": daemon.log.dropped,
+        "device": daemon.config.engine.device,
+        "library": daemon.library,
+        **daemon.endpoints,
+    }
+    return "STATUS", {
+        "state": state.name,
+        "live": daemon.live,
+        "ready": daemon.ready,
+        "started": state.started,
+        "reason": state.reason or None,
+        "daemon": about,
+        "model": model_of(daemon),
+        "load": daemon.loader.progress(),
+        "stats": daemon.fresh_stats(),
+        "timings": state.timings(),
+    }
 
 
 def tokenizer_of(daemon: Daemon, chat: bool) -> Any:
@@ -113,7 +157,7 @@ def encode(daemon: Daemon, text: str | None, messages: list[dict] | None, thinki
 
 
 def tokenize(daemon: Daemon, body: dict[str, Any]) -> Reply:
-    return "TOKENS", {"tokens": protocol.pack_ids(encode(daemon, body["text"], body["messages"], body["thinking"]))}
+    return "TOKENS", {"tokens": wire.pack_ids(encode(daemon, body["text"], body["messages"], body["thinking"]))}
 
 
 def detokenize(daemon: Daemon, body: dict[str, Any]) -> Reply:

@@ -1,0 +1,91 @@
+# Everything a person does with this tree. `make` alone prints the list.
+# Needs python3 (3.11 or newer, with venv), g++ and make; the rest comes from PyPI into .venv.
+
+PYTHON ?= python3
+JOBS ?= $(shell nproc)
+PYTEST_ARGS ?=
+SHELL := /bin/bash
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq install
+PYTEST := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 PYTHONFAULTHANDLER=1 $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench long fuzz sanitize build clean tools
+
+help: ## this list
+	@echo "kd: a native inference engine daemon. Targets:"
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-9s %s\n", $$1, $$2}'
+
+demo: .venv/.kd ## build the engine and decode with the embedded model (a few minutes the first time)
+	@$(BIN)/kdctl demo
+
+test: .venv/.kd .venv/.test ## build everything and run the test suite
+	@JOBS=$(JOBS) build/make.sh cpu test
+	$(PYTEST) -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	@build/cuda_status.sh
+
+lint: .venv/.lint ## ruff, clang-format and mypy, changing nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@find native examples tests bench \( -name '*.cpp' -o -name '*.h' -o -name '*.c' -o -name '*.cu' \) -print0 | \
+	    xargs -0 -r $(BIN)/clang-format --dry-run -Werror
+	$(BIN)/mypy
+
+format: .venv/.lint ## rewrite the sources the way `make lint` wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	@find native examples tests bench \( -name '*.cpp' -o -name '*.h' -o -name '*.c' -o -name '*.cu' \) -print0 | \
+	    xargs -0 -r $(BIN)/clang-format -i
+
+bench: .venv/.kd ## measure the daemon with the embedded model on this machine
+	@$(BIN)/python -m pip --disable-pip-version-check --no-input -qq install psutil==7.2.2
+	$(BIN)/python bench/service.py
+
+long: .venv/.kd .venv/.test ## 50,000 random exactness combinations (hours)
+	@JOBS=$(JOBS) build/make.sh cpu test
+	KD_EXACT_COMBINATIONS=50000 $(PYTEST) tests/test_exact.py --timeout 0 $(PYTEST_ARGS)
+
+fuzz: tools ## mutated model files against the loader, for FUZZ_SECONDS (600)
+	tests/fuzz/run.sh $${FUZZ_SECONDS:-600}
+
+sanitize: tools ## the CPU twin under ASan + UBSan and under TSan
+	@JOBS=$(JOBS) tests/sanitize/run.sh
+
+build: tools ## only the libraries, into build/out
+	@JOBS=$(JOBS) build/make.sh cpu test
+
+clean: ## remove .venv and everything built
+	rm -rf .venv build/out .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# ---- what the targets stand on --------------------------------------------------------------------------------------
+
+tools:
+	@command -v g++ >/dev/null || { echo "g++ is missing: install it (Debian: apt-get install g++)" >&2; exit 69; }
+	@echo '#if __cplusplus < 202002L' $$'\n' '#error' $$'\n' '#endif' | g++ -std=c++20 -x c++ -fsyntax-only - 2>/dev/null || \
+	    { echo "g++ does not know C++20: install g++ 11 or newer" >&2; exit 69; }
+	@command -v $(PYTHON) >/dev/null || \
+	    { echo "$(PYTHON) is missing: install Python 3.11 or newer (Debian: apt-get install python3 python3-venv)" >&2; exit 69; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "$(PYTHON) is too old: kd needs Python 3.11 or newer; name another one with make PYTHON=..." >&2; exit 69; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+	    { echo "$(PYTHON) has no venv: install it (Debian: apt-get install python3-venv)" >&2; exit 69; }
+
+# Stamps: a second run finds them and starts at once. A new pyproject.toml installs again.
+.venv/.made: | tools
+	$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/.kd: .venv/.made pyproject.toml build/hatch_hook.py | tools
+	@echo "building the CPU library (a minute or two the first time)"
+	@JOBS=$(JOBS) build/make.sh cpu
+	$(PIP) --editable .
+	@touch $@
+
+.venv/.test: .venv/.kd pyproject.toml
+	$(PIP) --editable '.[test]'
+	@touch $@
+
+.venv/.lint: .venv/.made pyproject.toml
+	$(PIP) $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["lint"])')
+	@touch $@

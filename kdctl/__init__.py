@@ -1,0 +1,1 @@
+"""kdctl: the command line of the kd daemon."""

@@ -1,0 +1,329 @@
+"""Starting and stopping the daemon, and its log."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kdctl.model import ProgressLine
+from kdctl.output import DURATION, NOT_RUNNING, REFUSED, TIMEOUT, Failure, Settings, command
+
+LOG_LINES_ON_FAILURE = 20
+MAX_LOG_BYTES = 64 << 20
+POLL_S = 0.05
+
+
+def _paths(settings: Settings, flags: dict[str, Any], file: str | None) -> tuple[Any, Any]:
+    from kd import config as configuration
+
+    config = configuration.load(flags=flags, file=file)
+    return config, configuration.paths(settings.instance, runtime_dir=config.server.runtime_dir)
+
+
+def _owner(settings: Settings) -> int | None:
+    """The pid of the daemon that answers, or None."""
+    from kd.client import KdClientError
+
+    try:
+        return settings.client().hello()["pid"]
+    except KdClientError as error:
+        settings.close()
+        if error.name == "NOT_RUNNING":
+            return None
+        raise
+
+
+def _tail(path: Path, lines: int) -> list[str]:
+    try:
+        with path.open("rb") as f:
+            f.seek(max(0, path.stat().st_size - (64 << 10)))
+            return f.read().decode("utf-8", "replace").splitlines()[-lines:]
+    except OSError:
+        return []
+
+
+def spawn(settings: Settings, arguments: list[str], log: Path) -> subprocess.Popen:
+    """The daemon in a process group of its own, its output in `log`."""
+    import kd
+
+    if log.exists() and log.stat().st_size > MAX_LOG_BYTES:
+        log.replace(log.with_suffix(".log.1"))
+    package = str(Path(kd.__file__).resolve().parents[1])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])}
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "kd", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            env=env,
+            close_fds=True,
+        )
+    finally:
+        os.close(out)
+
+
+def wait_until(settings: Settings, child: subprocess.Popen, log: Path, wait: str, timeout_s: float) -> dict[str, Any]:
+    """Wait for a started daemon; its last answer to STATUS. Raises Failure with the end of its log."""
+    from kd.client import KdClientError
+
+    progress = ProgressLine(settings)
+    limit = time.monotonic() + timeout_s
+    answer: dict[str, Any] = {}
+    while time.monotonic() < limit:
+        code = child.poll()
+        if code is not None:
+            progress.end()
+            # The daemon says in plain words why it did not start; the rest of the log is for those who want more.
+            tail = _tail(log, LOG_LINES_ON_FAILURE)
+            settings.note("\n".join(tail))
+            raise Failure(
+                f"the daemon ended with exit status {code} before it was {wait}; its log is {log}",
+                REFUSED if code == 69 else 1,
+                "START_FAILED",
+                exit_status=code,
+                log=str(log),
+                tail=tail,
+            )
+        try:
+            answer = settings.client().status()
+            progress(answer["load"])
+            if answer["ready"] or wait == "live" or answer["started"]:
+                progress.end()
+                return answer
+        except KdClientError as error:
+            settings.close()  # a socket that came too early: connect afresh
+            if error.name not in ("NOT_RUNNING", "NO_ANSWER"):
+                raise
+        time.sleep(POLL_S)
+    progress.end()
+    raise Failure(
+        f"the daemon (pid {child.pid}) is still {answer.get('state', 'starting')} after {timeout_s:g} s; it "
+        f"goes on: see `kdctl status` and {log}",
+        TIMEOUT,
+        "TIMEOUT",
+        pid=child.pid,
+        log=str(log),
+    )
+
+
+def _start(
+    settings: Settings,
+    model: str | None,
+    config_file: str | None,
+    options: tuple[str, ...],
+    wait: str,
+    timeout_s: float,
+) -> dict[str, Any]:
+    pairs = []
+    for item in options:
+        key, sign, value = item.partition("=")
+        if not sign:
+            raise click.UsageError(f"--set {item}: write it as KEY=VALUE")
+        pairs.append((key, value))
+    flags: dict[str, Any] = {"server.instance": settings.instance, "model.path": model, **dict(pairs)}
+    config, paths = _paths(settings, flags, config_file)
+    from kd import config as configuration
+
+    settings.endpoint = settings.endpoint or config.server.serve or f"ipc://{paths.serve}"
+    settings.control = settings.control or config.server.control or f"ipc://{paths.control}"
+    pid = _owner(settings)
+    if pid is not None:
+        raise Failure(
+            f"instance '{settings.instance}' is running already, pid {pid}: stop it with "
+            f"`{_command(settings, 'stop')}`",
+            REFUSED,
+            "ALREADY_RUNNING",
+            pid=pid,
+        )
+    configuration.make_dirs(paths, group=config.server.serve_group)
+    arguments = ["--instance", settings.instance]
+    arguments += ["--config", config_file] if config_file else []
+    arguments += ["--model", model] if model else []
+    for item in options:
+        arguments += ["--set", item]
+    if config.origin("server.log_format") == "built-in":
+        arguments += ["--log-format", "json"]  # this log is a file, read by programs as often as by people
+    child = spawn(settings, arguments, paths.log)
+    data = {"pid": child.pid, "log": str(paths.log), "state": "starting", "model": None}
+    if wait != "none":
+        answer = wait_until(settings, child, paths.log, wait, timeout_s)
+        data.update(state=answer["state"], model=answer["model"] and answer["model"]["path"])
+    return data
+
+
+def _command(settings: Settings, verb: str) -> str:
+    return f"kdctl {verb}" if settings.instance == "default" else f"kdctl --instance {settings.instance} {verb}"
+
+
+def _say_started(settings: Settings, data: dict[str, Any]) -> None:
+    click.echo(f"{data['state']}, pid {data['pid']}, log {data['log']}")
+    if data["state"] == "empty":
+        settings.note(f"no model is loaded: `{_command(settings, 'load PATH')}`")
+
+
+_START = [
+    click.option("--model", type=click.Path(exists=True, file_okay=False, resolve_path=True), help="Model folder."),
+    click.option(
+        "--config",
+        "config_file",
+        type=click.Path(exists=True, dir_okay=False, resolve_path=True),
+        help="Configuration file instead of /etc/kd/kd.toml.",
+    ),
+    click.option("--set", "options", multiple=True, metavar="KEY=VALUE", help="Any setting, e.g. engine.threads=8."),
+    click.option(
+        "--wait",
+        type=click.Choice(["ready", "live", "none"]),
+        default="ready",
+        show_default=True,
+        help="How far to wait.",
+    ),
+    click.option("--wait-timeout", type=DURATION, default="20m", show_default=True, help="And for how long."),
+]
+
+
+def _with_start_options(function: Any) -> Any:
+    for option in reversed(_START):
+        function = option(function)
+    return function
+
+
+@command()
+@_with_start_options
+@click.pass_obj
+def start(
+    settings: Settings,
+    model: str | None,
+    config_file: str | None,
+    options: tuple[str, ...],
+    wait: str,
+    wait_timeout: float,
+) -> None:
+    """Start the daemon, detached, and wait until it is ready."""
+    data = _start(settings, model, config_file, options, wait, wait_timeout)
+    settings.emit("start", data, lambda: _say_started(settings, data))
+
+
+def _stop(settings: Settings, now: bool, drain_s: float | None) -> dict[str, Any]:
+    client = settings.client()
+    pid = client.hello()["pid"]
+    socket = client.endpoints["control"]
+    client.stop(now=now, deadline_ms=int((drain_s or 0) * 1000))
+    settings.close()
+    limit = time.monotonic() + (0 if now else drain_s or 30) + 15
+    while _alive(pid, socket):
+        if time.monotonic() > limit:
+            raise Failure(
+                f"the daemon (pid {pid}) has not ended in time: `{_command(settings, 'stop --now')}`, or as "
+                f"the last resort `kill -9 {pid}`",
+                TIMEOUT,
+                "TIMEOUT",
+                pid=pid,
+            )
+        time.sleep(POLL_S)
+    return {"pid": pid}
+
+
+def _alive(pid: int, endpoint: str) -> bool:
+    """Whether the process still runs. A pid we may not signal is alive; a zombie is not."""
+    try:
+        os.kill(pid, 0)
+        with open(f"/proc/{pid}/stat", "rb") as f:
+            return f.read().rpartition(b")")[2].split()[0] != b"Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+    except PermissionError:
+        return endpoint.startswith("ipc://") and os.path.exists(endpoint[6:])
+
+
+@command()
+@click.option("--drain", "drain_s", type=DURATION, help="How long running requests may go on (default: the daemon's).")
+@click.option("--now", is_flag=True, help="End running requests at once.")
+@click.pass_obj
+def stop(settings: Settings, drain_s: float | None, now: bool) -> None:
+    """Stop the daemon and wait until it is gone. Exits with 3 if it is not running."""
+    data = _stop(settings, now, drain_s)
+    settings.emit("stop", data, lambda: click.echo(f"stopped, pid was {data['pid']}"))
+
+
+@command()
+@_with_start_options
+@click.option("--now", is_flag=True, help="End running requests at once.")
+@click.pass_obj
+def restart(
+    settings: Settings,
+    model: str | None,
+    config_file: str | None,
+    options: tuple[str, ...],
+    wait: str,
+    wait_timeout: float,
+    now: bool,
+) -> None:
+    """Stop the daemon if it runs, then start it with the same model, unless --model says otherwise."""
+    from kd.client import KdClientError
+
+    try:
+        answer = settings.client().status()
+        model = model or (answer["model"] and answer["model"]["path"])
+        _stop(settings, now, None)
+    except KdClientError as error:
+        settings.close()
+        if error.name != "NOT_RUNNING":
+            raise
+    data = _start(settings, model, config_file, options, wait, wait_timeout)
+    settings.emit("restart", data, lambda: _say_started(settings, data))
+
+
+@command()
+@click.pass_obj
+def drain(settings: Settings) -> None:
+    """Refuse new requests; running ones go on."""
+    data = {"state": settings.client().drain(True)}
+    settings.emit("drain", data, lambda: click.echo(data["state"]))
+
+
+@command()
+@click.pass_obj
+def undrain(settings: Settings) -> None:
+    """Take new requests again."""
+    data = {"state": settings.client().drain(False)}
+    settings.emit("undrain", data, lambda: click.echo(data["state"]))
+
+
+@command()
+@click.option("-f", "--follow", is_flag=True, help="Go on with what is written from now on.")
+@click.option("-n", "--lines", default=50, show_default=True, help="How many of the last lines.")
+@click.pass_obj
+def logs(settings: Settings, follow: bool, lines: int) -> None:
+    """The log of a daemon that `kdctl start` has started; one started by systemd logs to the journal."""
+    from kd import config as configuration
+
+    if follow and settings.output == "json":
+        raise click.UsageError("logs -f never ends: use -o ndjson")
+    path = configuration.find(settings.instance).log
+    if not path.exists():
+        raise Failure(
+            f"{path}: there is no log; a daemon of systemd logs to `journalctl -u kd@{settings.instance}`",
+            NOT_RUNNING,
+            "NOT_FOUND",
+        )
+    found = _tail(path, lines)
+    settings.emit("logs", {"log": str(path), "lines": found}, lambda: click.echo("\n".join(found)))
+    if not follow:
+        return
+    with path.open("rb") as f:
+        f.seek(0, os.SEEK_END)
+        while True:
+            piece = f.readline()
+            if piece:
+                click.echo(piece.decode("utf-8", "replace"), nl=False)
+            else:
+                time.sleep(0.2)

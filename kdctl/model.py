@@ -1,0 +1,64 @@
+"""load and unload."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from kdctl.look import progress_text
+from kdctl.output import DURATION, Settings, bytes_text, command
+
+
+class ProgressLine:
+    """Load progress on stderr: one changing line on a terminal, otherwise a line when the phase changes."""
+
+    def __init__(self, settings: Settings):
+        self._on, self._tty, self._last = not settings.quiet and not settings.machine, sys.stderr.isatty(), ""
+
+    def __call__(self, load: dict[str, Any] | None) -> None:
+        text = progress_text(load)
+        if not self._on or not text or load is None:
+            return
+        if self._tty:
+            click.echo(f"\r\x1b[Kloading: {text}", nl=False, err=True)
+            self._last = text
+        elif load["phase"] != self._last:
+            click.echo(f"loading: {text}", err=True)
+            self._last = load["phase"]
+
+    def end(self) -> None:
+        if self._tty and self._last:
+            click.echo("\r\x1b[K", nl=False, err=True)
+
+
+@command()
+@click.argument("path", type=click.Path(exists=True, file_okay=False))
+@click.option("--draft", default="auto", show_default=True, help="Drafter: auto (PATH/draft), none, or a folder.")
+@click.option("--stall-timeout", type=DURATION, default="2m", show_default=True, help="Without any progress.")
+@click.pass_obj
+def load(settings: Settings, path: str, draft: str, stall_timeout: float) -> None:
+    """Load the model folder PATH and wait until it is ready."""
+    progress = ProgressLine(settings)
+    try:
+        answer = settings.client().load(path, draft=draft, progress=progress, timeout_s=stall_timeout)
+    finally:
+        progress.end()
+    model = answer["model"]
+    settings.emit(
+        "load",
+        {"model": model, "state": answer["state"]},
+        lambda: click.echo(
+            f"{model['name']}: {model['parameters'] / 1e6:.1f} M parameters, "
+            f"{bytes_text(model['weight_bytes'])} resident, {answer['state']}"
+        ),
+    )
+
+
+@command()
+@click.pass_obj
+def unload(settings: Settings) -> None:
+    """Cancel all requests, unload the model, say how much memory came back."""
+    freed = settings.client().unload()
+    settings.emit("unload", {"freed_bytes": freed}, lambda: click.echo(f"unloaded, {bytes_text(freed)} given back"))

@@ -1,0 +1,241 @@
+"""Python values to the structs of kd.h and back. What does not fit a field is KD_E_INVALID, said here."""
+
+from __future__ import annotations
+
+import array
+import operator
+import os
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kd.native import KdError, constants, ffi, status_names
+from kd.values import Event, ModelInfo, Sampling
+
+if TYPE_CHECKING:
+    from kd.tokenizer import Tokenizer
+
+CODES = {name: code for code, name in status_names.items()}
+EVENT_BYTES = ffi.sizeof("kd_event")
+
+
+def _words(prefix: str, *names: str) -> dict[int, str]:
+    return {constants[prefix + name.upper()]: name for name in names}
+
+
+EVENT_TYPES = _words("KD_EVENT_", "tokens", "end", "load", "fatal")
+FINISH: dict[int, str | None] = {0: None, **_words("KD_FINISH_", "stop", "length", "cancelled", "error")}
+PHASES = _words("KD_LOAD_", "open", "read", "prepare", "done")
+STATES = _words("KD_STATE_", "empty", "loading", "ready", "draining", "fatal")
+ISAS = {name: code for code, name in _words("KD_ISA_", "auto", "plain", "avx2", "avx512").items()}
+
+HASH_LOGITS, LOGPROBS = constants["KD_REQUEST_HASH_LOGITS"], constants["KD_REQUEST_LOGPROBS"]
+COLD, IGNORE_EOS = constants["KD_REQUEST_COLD"], constants["KD_REQUEST_IGNORE_EOS"]
+OWN_BUILDER = constants["KD_REQUEST_OWN_BUILDER"]
+
+
+def failure(name: str, message: str) -> KdError:
+    """A KdError made on this side, e.g. failure("KD_E_STATE", "...")."""
+    return KdError(CODES[name], name, message)
+
+
+def invalid(message: str) -> KdError:
+    return failure("KD_E_INVALID", message)
+
+
+def new(name: str) -> Any:
+    """A zeroed struct with its size set."""
+    struct = ffi.new(f"{name} *")
+    struct.size = ffi.sizeof(name)
+    return struct
+
+
+def put(struct: Any, **values: Any) -> None:
+    """Set fields of a struct."""
+    for name, value in values.items():
+        try:
+            setattr(struct, name, value)
+        except (OverflowError, TypeError):
+            kind = dict(ffi.typeof(struct).item.fields)[name].type.cname
+            raise invalid(f"{name} is {value!r:.60}; it must fit a {kind}") from None
+
+
+def integer(name: str, value: Any, low: int, high: int) -> int:
+    """`value`, an int in low <= value < high."""
+    if not isinstance(value, int) or not low <= value < high:
+        raise invalid(f"{name} is {value!r:.60}; it must be an integer from {low} to {high - 1}")
+    return value
+
+
+def request_id(value: Any) -> int:
+    return integer("id", value, 0, 1 << 64)
+
+
+def token_ids(name: str, values: Sequence[int]) -> array.array:
+    """As int32; KD_E_INVALID for what is no list of integers, KD_E_TOKEN for one that cannot be an id."""
+    if isinstance(values, (str, bytes)):
+        raise invalid(f"{name} is text; give token ids")
+    try:
+        return array.array("i", map(operator.index, values))
+    except TypeError:
+        raise invalid(f"{name} must be a list of token ids") from None
+    except OverflowError:
+        raise failure("KD_E_TOKEN", f"{name} holds a number that is no token id") from None
+
+
+def pointer(values: array.array) -> Any:
+    """int32_t[] over the array's own memory; the array must outlive it."""
+    return ffi.from_buffer("int32_t[]", values)
+
+
+def text(value: str) -> bytes:
+    """For a const char * argument."""
+    raw = value.encode()
+    if b"\0" in raw:
+        raise invalid("a name holds a zero character")
+    return raw
+
+
+def path(value: str | Path) -> bytes:
+    """For a const char * argument."""
+    raw = os.fsencode(value)
+    if b"\0" in raw:
+        raise invalid("a path holds a zero character")
+    return raw
+
+
+# ---- in: (struct, what must be kept alive during the call) ------------------------------------------------------------
+
+
+def options(*, isa: str, prefix_cache: bool, **values: int) -> Any:
+    """kd_options."""
+    if isa not in ISAS:
+        raise invalid(f"isa is {isa!r}; it must be one of {', '.join(ISAS)}")
+    struct = new("kd_options")
+    put(struct, isa=ISAS[isa], prefix_cache=0 if prefix_cache else 1, **values)
+    return struct
+
+
+def load_options(draft: str | Path, tokenizer: Tokenizer | None) -> tuple[Any, list[Any]]:
+    """kd_load_options."""
+    struct = new("kd_load_options")
+    keep: list[Any] = []
+    if draft == "none":
+        struct.draft = 1
+    elif draft != "auto":
+        struct.draft = 2
+        keep.append(ffi.new("char[]", path(draft)))
+        struct.draft_path = keep[-1]
+    if tokenizer is not None:
+        blob, ends = tokenizer.token_bytes()
+        keep += [ffi.new("uint8_t[]", blob or b"\0"), ffi.new("uint32_t[]", ends)]
+        struct.token_bytes, struct.token_ends, struct.n_tokens = keep[-2], keep[-1], len(ends)
+    return struct, keep
+
+
+def request(
+    tokens: Sequence[int],
+    *,
+    max_tokens: int,
+    sampling: Sampling | None = None,
+    stop_ids: Sequence[int] = (),
+    stop_strings: Sequence[str | bytes] = (),
+    credit: int = 0,
+    hash_logits: bool = False,
+    logprobs: bool = False,
+    cold: bool = False,
+    ignore_eos: bool = False,
+    builder: str | None = None,
+    budget: int = 0,
+    user: int = 0,
+) -> tuple[Any, list[Any]]:
+    """kd_request."""
+    sampling = sampling or Sampling()
+    prompt, stops = token_ids("tokens", tokens), token_ids("stop_ids", stop_ids)
+    keep: list[Any] = [prompt, stops]
+    struct = new("kd_request")
+    struct.tokens, struct.n_tokens = pointer(prompt), len(prompt)
+    put(struct, max_tokens=max_tokens, credit=credit, user=user, budget=budget)
+    for name in ("temperature", "top_p", "min_p", "top_k", "seed", "choice"):
+        put(struct, **{name: getattr(sampling, name)})
+    flags = HASH_LOGITS * bool(hash_logits) | LOGPROBS * bool(logprobs) | COLD * bool(cold)
+    flags |= IGNORE_EOS * bool(ignore_eos) | OWN_BUILDER * (builder is not None)
+    struct.flags = flags
+    if stops:
+        struct.stop_ids, struct.n_stop_ids = pointer(stops), len(stops)
+    if isinstance(stop_strings, (str, bytes)):
+        raise invalid("stop_strings is one text; give a list of texts")
+    if stop_strings:
+        entries = ffi.new("kd_stop_string[]", len(stop_strings))
+        for entry, stop in zip(entries, stop_strings, strict=True):
+            raw = stop.encode() if isinstance(stop, str) else bytes(stop)
+            keep.append(ffi.new("char[]", raw + b"\0"))
+            entry.bytes, entry.length = keep[-1], len(raw)
+        struct.stop_strings, struct.n_stop_strings = entries, len(stop_strings)
+        keep.append(entries)
+    if builder is not None:
+        keep.append(ffi.new("char[]", text(builder)))
+        struct.builder = keep[-1]
+    elif budget:
+        raise invalid(f"budget = {budget} without a builder; name one, or call use_builder")
+    return struct, keep
+
+
+# ---- out ---------------------------------------------------------------------------------------------------------------
+
+
+def event(e: Any, flags: int) -> Event:
+    """From a kd_event; its text is copied. flags: the request's, they say which arrays mean something."""
+    n = e.n_tokens
+    return Event(
+        type=EVENT_TYPES.get(e.type, str(e.type)),
+        id=e.id,
+        user=e.user,
+        sequence=e.sequence,
+        status=e.status,
+        finish=FINISH.get(e.finish, str(e.finish)),
+        tokens=tuple(e.tokens[0:n]),
+        hashes=tuple(e.hashes[0:n]) if flags & HASH_LOGITS else (),
+        logprobs=tuple(e.logprobs[0:n]) if flags & LOGPROBS else (),
+        text=bytes(ffi.buffer(e.text, e.text_length)) if e.text_length else b"",
+        nodes=e.nodes,
+        builder_generation=e.builder_generation,
+        weights_generation=e.weights_generation,
+        total_tokens=e.total_tokens,
+        cached_tokens=e.cached_tokens,
+    )
+
+
+def model_info(struct: Any) -> ModelInfo:
+    values = {f.name: getattr(struct, f.name) for f in fields(ModelInfo) if f.name != "stop_ids"}
+    return ModelInfo(stop_ids=tuple(struct.stop_ids[0 : struct.n_stop_ids]), **values)
+
+
+def progress(struct: Any) -> dict[str, Any]:
+    return {
+        "phase": PHASES.get(struct.phase, str(struct.phase)),
+        "bytes_done": struct.bytes_done,
+        "bytes_total": struct.bytes_total,
+        "elapsed_us": struct.elapsed_us,
+    }
+
+
+def stats(struct: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, _ in ffi.typeof("kd_stats").fields:
+        if name != "size" and not name.startswith("reserved"):
+            values[name] = getattr(struct, name)
+    values["builder"] = ffi.string(struct.builder).decode()
+    values["state"] = STATES.get(struct.state, str(struct.state))
+    return values
+
+
+def builder_info(struct: Any) -> dict[str, Any]:
+    return {
+        "name": ffi.string(struct.name).decode(),
+        "description": ffi.string(struct.description).decode(),
+        "in_force": bool(struct.in_force),
+        "budget": struct.budget,
+        "streams": struct.streams,
+    }
