@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <new>
+#include <string>
 
 #include "engine/handle.h"
 #include "error.h"
@@ -151,11 +152,9 @@ int32_t kd_abi_version(void) { return KD_ABI_VERSION; }
 const char* kd_version(void) { return "0.1.0"; }
 
 const char* kd_build_info(void) {
-    static char line[256] = "";
-    if (!line[0])
-        snprintf(line, sizeof line, "kd %s, backend %s, instruction sets %s, compiler %s", kd_version(),
-                 kd::device::backend(), kd::device::built_isas(), __VERSION__);
-    return line;
+    static const std::string line = std::string("kd ") + kd_version() + ", backend " + kd::device::backend() +
+                                    ", instruction sets " + kd::device::built_isas() + ", compiler " + __VERSION__;
+    return line.c_str();
 }
 
 const char* kd_status_name(int32_t status) {

@@ -2,6 +2,7 @@
 other streams, the order they came in, the chunks of a prompt or a prefix hit. Every dimension exhaustively, then at random;
 KD_EXACT_COMBINATIONS sets how many (default 2,000; `make long` runs 50,000)."""
 
+import ctypes
 import os
 import random
 
@@ -9,6 +10,7 @@ import pytest
 from exact import GREEDY, SAMPLINGS, Ask, Job, Reference, check, difference, prompts, random_job, run
 
 import kd
+from kd.native import ffi
 
 COMBINATIONS = int(os.environ.get("KD_EXACT_COMBINATIONS", "2000"))
 VOCAB = 259
@@ -66,23 +68,22 @@ def test_every_number_of_streams_in_any_order(engine, reference, asks):
         check(engine, reference, jobs)
 
 
-def test_a_round_of_n_streams_is_one_forward_call(engine, asks):
-    """All streams in one batch: the calls of 32 streams are those of one of them, and each round's rows are counted."""
-    same = [Job(Ask(asks[5].prompt, GREEDY, 20), "none")] * 32
-    alone = engine.stats()
-    run(engine, same[:1])
-    one = engine.stats()
-    run(engine, same)
-    many = engine.stats()
-
-    def grown(a, b, key):
-        return b[key] - a[key]
-
-    assert grown(alone, one, "rounds") == 19
-    # Streams are admitted in one go or in two; prompts of 31 tokens take 4 steps of 256 rows.
-    assert grown(one, many, "rounds") <= 19 + 5
-    assert grown(one, many, "round_streams") == 32 * 19
-    assert grown(one, many, "forward_calls") == grown(one, many, "rounds") + grown(one, many, "prefill_steps")
+def test_a_round_of_n_streams_is_one_forward_call(test_library, small3, asks):
+    """32 streams that begin together take the rounds of one of them, each a single forward call."""
+    probe = ctypes.CDLL(str(test_library))
+    same = Ask(asks[5].prompt, GREEDY, 20)
+    with kd.Engine(small3, library=test_library, prefix_cache=False, **OPEN) as engine:
+        hold = ctypes.c_int(0)  # the engine thread waits until all are submitted
+        probe.kd_probe_freeze(ctypes.c_void_p(int(ffi.cast("uintptr_t", engine._handle))), ctypes.byref(hold))
+        ids = {engine.submit(same.prompt, max_tokens=20, ignore_eos=True, builder="none") for _ in range(32)}
+        hold.value = 1
+        while ids:
+            ids -= {e.id for e in engine.poll(10_000) if e.type == "end"}
+        s = engine.stats()
+    # 32 prompts of 31 tokens are 4 steps of 256 rows, a round after each; the last to begin has 19 rounds more to go.
+    assert s["prefill_steps"] == 4 and s["rounds"] == 3 + 19
+    assert s["round_streams"] == s["round_rows"] == 32 * 19
+    assert s["forward_calls"] == s["prefill_steps"] + s["rounds"]
 
 
 @pytest.mark.parametrize("first", range(1, 513, 64))

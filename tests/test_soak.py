@@ -68,19 +68,21 @@ def test_requests_that_end_in_every_way(library, small3):
         assert {("length", "KD_OK"), ("cancelled", "KD_E_CANCELLED"), ("error", "KD_E_SLOW_READER")} <= kinds, kinds
 
 
-def test_load_and_unload_give_everything_back(library, small3):
-    """Twenty loads: threads, files and memory do not grow; unload reports what it freed."""
+def test_load_and_unload_give_everything_back(library, nano):
+    """Ten loads: threads, files and memory do not grow; unload reports what it freed. One model kept would be seen: it is more
+    than twice the bound."""
     process = psutil.Process()
     with kd.Engine(library=library, kv_bytes=16 << 20) as engine:
         sizes = []
-        for i in range(20):
-            engine.load(small3)
+        for i in range(10):
+            engine.load(nano)
+            weights = engine.info.weight_bytes
             assert engine.info.weights_generation == i + 1
             assert engine.generate([1, 2, 3], max_tokens=5, ignore_eos=True).finish == "length"
-            assert engine.unload() > 0
+            assert engine.unload() > weights // 2
             sizes.append((process.memory_info().rss, process.num_threads(), process.num_fds()))
-        assert sizes[-1][1:] == sizes[5][1:]
-        assert sizes[-1][0] - sizes[5][0] < 4 << 20, sizes
+        assert sizes[-1][1:] == sizes[1][1:]
+        assert sizes[-1][0] - sizes[1][0] < weights // 2, sizes
 
 
 def test_weights_generation_keeps_prefixes_apart(library, small3):
