@@ -11,6 +11,7 @@ One Client belongs to one thread. Every call has a timeout; what goes wrong is a
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -47,15 +48,20 @@ class Client:
         self.instance, self.timeout_s, self.stream_timeout_s = instance, timeout_s, stream_timeout_s
         self._curve_dir = curve_dir
         where = configuration.find(instance)
-        if endpoint and not control and endpoint.endswith("serve.sock"):
-            control = endpoint[: -len("serve.sock")] + "control.sock"
-        self.endpoints = {
+        beside = endpoint.removesuffix("serve.sock") if endpoint and endpoint.endswith("serve.sock") else None
+        # With an endpoint of its own a client never falls back to the instance of this machine: that is another daemon.
+        self.endpoints: dict[str, str | None] = {
             "serve": endpoint or f"ipc://{where.serve}",
-            "control": control or f"ipc://{where.control}",
-            "events": f"ipc://{where.events}",
+            "control": control or (f"ipc://{where.control}" if not endpoint else beside and beside + "control.sock"),
+            "events": f"ipc://{where.events}" if not endpoint else beside and beside + "events.sock",
         }
-        if endpoint and endpoint.endswith("serve.sock"):
-            self.endpoints["events"] = endpoint[: -len("serve.sock")] + "events.sock"
+        for given in (endpoint, control):
+            if given is not None and not re.fullmatch(
+                r"ipc:///.+|tcp://[^/:]+:\d{1,5}|tcp://\[[0-9a-fA-F:]+\]:\d{1,5}", given
+            ):
+                raise KdClientError(
+                    "BAD_ENDPOINT", f"{given!r} is no endpoint: write ipc:///PATH/serve.sock or tcp://HOST:PORT"
+                )
         self._context: Any = None
         self._sockets: dict[str, Any] = {}
         self._streams: dict[bytes, list[tuple[str, dict[str, Any]]]] = {}  # what has arrived for each
@@ -80,8 +86,22 @@ class Client:
             self._context.term()
             self._context = None
 
-    def _check_there(self, name: str) -> None:
+    def _endpoint(self, name: str) -> str:
         endpoint = self.endpoints[name]
+        if endpoint is None:
+            raise KdClientError(
+                "BAD_ENDPOINT",
+                f"the {name} endpoint of the daemon at {self.endpoints['serve']} is not known: "
+                + (
+                    "give it with control= (kdctl --control-endpoint URL)"
+                    if name == "control"
+                    else "use its ipc endpoint"
+                ),
+            )
+        return endpoint
+
+    def _check_there(self, name: str) -> None:
+        endpoint = self._endpoint(name)
         if not endpoint.startswith("ipc://"):
             return
         path = Path(endpoint[6:])
@@ -114,11 +134,17 @@ class Client:
             raise KdClientError("LOST", "this Client was made in another process: make one after the fork")
         if name not in self._sockets:
             self._check_there(name)
-            import zmq
+            self._sockets[name] = self._connect(name)
+        return self._sockets[name]
 
-            if self._context is None:
-                self._context = zmq.Context()
-            socket = self._context.socket(zmq.SUB if name == "events" else zmq.DEALER)
+    def _connect(self, name: str) -> Any:
+        import zmq
+
+        endpoint = self._endpoint(name)
+        if self._context is None:
+            self._context = zmq.Context()
+        socket = self._context.socket(zmq.SUB if name == "events" else zmq.DEALER)
+        try:
             for option, value in (
                 (zmq.LINGER, 200),
                 (zmq.SNDHWM, 1024),
@@ -132,9 +158,13 @@ class Client:
                 from kd import curve
 
                 curve.client_side(socket, Path(self._curve_dir))
-            socket.connect(self.endpoints[name])
-            self._sockets[name] = socket
-        return self._sockets[name]
+            socket.connect(endpoint)
+        except BaseException as error:
+            socket.close(0)  # a socket left open would make the context's end wait for ever
+            if isinstance(error, zmq.ZMQError):
+                raise KdClientError("BAD_ENDPOINT", f"{endpoint} cannot be connected to: {error}") from None
+            raise
+        return socket
 
     def _send(self, kind: str, ident: bytes, body: dict[str, Any], name: str, *, wait: bool = True) -> bool:
         """Whether it is on its way. wait: for up to timeout_s; then an error."""
@@ -322,7 +352,7 @@ class Client:
     def _any(self) -> str:
         if self._sockets.get("control"):
             return "control"
-        control = self.endpoints["control"]
+        control = self.endpoints["control"] or ""
         return "control" if control.startswith("ipc://") and os.access(control[6:], os.W_OK) else "serve"
 
     def hello(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class KdClientError(Exception):
-    """name: an error name of docs/protocol.md, or NOT_RUNNING, PERMISSION, NO_ANSWER, LOST. body: the ERROR's."""
+    """name: an error name of docs/protocol.md, or NOT_RUNNING, PERMISSION, NO_ANSWER, LOST, BAD_ENDPOINT. body: the ERROR's."""
 
     def __init__(self, name: str, message: str, body: dict[str, Any] | None = None):
         super().__init__(message)
