@@ -70,7 +70,7 @@ KD_INLINE void accumulate(V (&acc)[R][J], const float* const (&row)[R], W w, int
         KD_UNROLL for (int r = 0; r < R; r++) v[r] = load(row[r] + i);
         KD_UNROLL for (int j = 0; j < J; j++) {
             const V a = w.at(j, i);
-            if constexpr (R <= 3 && requires { w.ahead(0, 0); }) w.ahead(j + J, i);
+            if constexpr (requires { w.ahead(0, 0); }) w.ahead(j + J, i);
             KD_UNROLL for (int r = 0; r < R; r++) acc[r][j] = fma(v[r], a, acc[r][j]);
         }
     }
@@ -139,8 +139,82 @@ void dot(float* y, size_t y_stride, const X& x, int rows, W w, int n, int k) {
     }
 }
 
+// Many rows: a few matrix rows are widened once into a buffer that stays in the first-level cache, a stretch of k at a
+// time, and the sums so far wait in `carry`. The same products in the same order as in a tile, so the same bits.
+constexpr int kStretch = 512;
+constexpr int kMany = 24;      // rows at a time
+constexpr int kWide = 4;       // matrix rows
+constexpr int kBf16Many = 24;  // rows from which the buffer beats widening bf16 in every tile
+
+// As few parts of at most kMany rows as will do, about equally long, in whole tiles.
+KD_INLINE int equal_part(int rows) {
+    const int parts = (rows + kMany - 1) / kMany, each = (rows + parts - 1) / parts;
+    return smaller(kMany, (each + kTileRows - 1) / kTileRows * kTileRows);
+}
+
+template <int R, int J>
+KD_INLINE void stretch(float* y, size_t y_stride, const float* const* x, int x0, float* carry, const float* wide, int k,
+                       bool first, bool last) {
+    V acc[R][J];
+    const float* row[R];
+    KD_UNROLL for (int r = 0; r < R; r++) row[r] = x[r] + x0;
+    KD_UNROLL for (int r = 0; r < R; r++) {
+        KD_UNROLL for (int j = 0; j < J; j++) acc[r][j] = first ? zero() : load(carry + (r * kWide + j) * kLanes);
+    }
+    accumulate(acc, row, F32Weights{wide, kStretch}, k);
+    if (last) return store_sums<R, J>(y, y_stride, acc);
+    KD_UNROLL for (int r = 0; r < R; r++) {
+        KD_UNROLL for (int j = 0; j < J; j++) store(carry + (r * kWide + j) * kLanes, acc[r][j]);
+    }
+}
+
+// J of the kWide matrix rows at a time, as many as the registers hold.
+template <int R>
+void stretches(float* y, size_t y_stride, const float* const* x, int x0, float* carry, const float* wide, int n, int k,
+               bool first, bool last) {
+    constexpr int J = tile_columns(R) < kWide ? tile_columns(R) : kWide;
+    int j = 0;
+    for (; j + J <= n; j += J)
+        stretch<R, J>(y + j, y_stride, x, x0, carry + j * kLanes, wide + j * kStretch, k, first, last);
+    for (; j < n; j++) stretch<R, 1>(y + j, y_stride, x, x0, carry + j * kLanes, wide + j * kStretch, k, first, last);
+}
+
+// widen(to, j, k0, part): elements k0 .. k0 + part - 1 of matrix row j.
+template <class F>
+KD_INLINE void many(float* y, size_t y_stride, const float* const* x, int rows, int n, int k, F&& widen) {
+    alignas(64) float wide[kWide * kStretch];
+    alignas(64) float carry[kMany * kWide * kLanes];
+    for (int j0 = 0; j0 < n; j0 += kWide) {
+        const int some = smaller(kWide, n - j0);
+        for (int k0 = 0; k0 < k; k0 += kStretch) {
+            const int part = smaller(kStretch, k - k0);
+            for (int j = 0; j < some; j++) widen(wide + j * kStretch, j0 + j, k0, part);
+            const bool first = k0 == 0, last = k0 + part == k;
+            for (int r = 0; r < rows; r += kTileRows)
+                with_rows(smaller(kTileRows, rows - r), [&](auto count) __attribute__((always_inline)) {
+                    stretches<count.value>(y + static_cast<size_t>(r) * y_stride + j0, y_stride, x + r, k0,
+                                           carry + r * kWide * kLanes, wide, some, part, first, last);
+                });
+        }
+    }
+}
+
 void dot_bf16(float* y, size_t y_stride, RowsIn x, int rows, const uint16_t* w, int n, int k) {
-    dot(y, y_stride, x, rows, Bf16Weights{w, static_cast<size_t>(k)}, n, k);
+    const Bf16Weights weights{w, static_cast<size_t>(k)};
+    if (rows < kBf16Many || k == 0) return dot(y, y_stride, x, rows, weights, n, k);
+    const int at_once = equal_part(rows);
+    for (int r = 0; r < rows; r += at_once) {
+        const int some = smaller(at_once, rows - r);
+        const float* row[kMany];
+        for (int i = 0; i < some; i++) row[i] = row_of(x, r + i);
+        many(y + static_cast<size_t>(r) * y_stride, y_stride, row, some, n, k,
+             [&](float* wide, int j, int k0, int part) __attribute__((always_inline)) {
+                 int i = 0;
+                 for (; i + kLanes <= part; i += kLanes)
+                     weights.ahead(j + kWide, k0 + i), store(wide + i, weights.at(j, k0 + i));
+                 if (i < part) store(wide + i, weights.part(j, k0 + i, part - i));
+             });
+    }
 }
 void dot_f32(float* y, size_t y_stride, RowsIn x, int rows, const float* w, int n, int k) {
     dot(y, y_stride, x, rows, F32Weights{w, static_cast<size_t>(k)}, n, k);
@@ -180,7 +254,7 @@ void w4_tile(float* y, size_t y_stride, const float* const* x, const W4Matrix& w
         KD_UNROLL for (int j = 0; j < J; j++) {
             V first;
             w4_scales(first, second[j], w.s_at(j0 + j, i));
-            if (R <= 2) __builtin_prefetch(w.q_at(j0 + 2 * J + j, i));
+            __builtin_prefetch(w.q_at(j0 + (R <= 2 ? 2 : 1) * J + j, i));
             group(i, j, first, even, odd);
         }
         KD_UNROLL for (int r = 0; r < R; r++) even[r] = load(row[r] + i + kGroup),
@@ -203,77 +277,30 @@ void w4_tiles(float* y, size_t y_stride, const float* const* x, const W4Matrix& 
     for (; j < n; j++) w4_tile<R, 1>(y + j, y_stride, x, w, j, k);
 }
 
-// Many rows: a few matrix rows are widened into a buffer that stays in the first-level cache, a stretch of k at a time,
-// and the sums so far wait in `carry`. The same products in the same order as w4_tile, so the same bits.
-constexpr int kStretch = 512;
-constexpr int kW4Many = 24;  // rows at a time
-constexpr int kWide = 4;     // matrix rows
-
-template <int R, int J>
-KD_INLINE void w4_stretch(float* y, size_t y_stride, const float* const* x, int x0, float* carry, const float* wide,
-                          int k, bool first, bool last) {
-    V acc[R][J];
-    const float* row[R];
-    KD_UNROLL for (int r = 0; r < R; r++) row[r] = x[r] + x0;
-    KD_UNROLL for (int r = 0; r < R; r++) {
-        KD_UNROLL for (int j = 0; j < J; j++) acc[r][j] = first ? zero() : load(carry + (r * kWide + j) * kLanes);
-    }
-    accumulate(acc, row, F32Weights{wide, kStretch}, k);
-    if (last) return store_sums<R, J>(y, y_stride, acc);
-    KD_UNROLL for (int r = 0; r < R; r++) {
-        KD_UNROLL for (int j = 0; j < J; j++) store(carry + (r * kWide + j) * kLanes, acc[r][j]);
-    }
-}
-
-// J of the kWide matrix rows at a time, as many as the registers hold.
-template <int R>
-void w4_stretches(float* y, size_t y_stride, const float* const* x, int x0, float* carry, const float* wide, int n,
-                  int k, bool first, bool last) {
-    constexpr int J = tile_columns(R) < kWide ? tile_columns(R) : kWide;
-    int j = 0;
-    for (; j + J <= n; j += J)
-        w4_stretch<R, J>(y + j, y_stride, x, x0, carry + j * kLanes, wide + j * kStretch, k, first, last);
-    for (; j < n; j++)
-        w4_stretch<R, 1>(y + j, y_stride, x, x0, carry + j * kLanes, wide + j * kStretch, k, first, last);
-}
-
-void w4_many(float* y, size_t y_stride, const float* const* x, int rows, const W4Matrix& w, int n, int k) {
-    alignas(64) float wide[kWide * kStretch];
-    alignas(64) float carry[kW4Many * kWide * kLanes];
-    for (int j0 = 0; j0 < n; j0 += kWide) {
-        const int some = smaller(kWide, n - j0);
-        for (int k0 = 0; k0 < k; k0 += kStretch) {
-            const int part = smaller(kStretch, k - k0);
-            for (int j = 0; j < some; j++) {
-                for (int i = 0; i < part; i += kGroup) {
-                    V even, odd;
-                    w4(even, odd, w4_load(w.q_at(j0 + j, k0 + i)), set(bf16_to_float(*w.s_at(j0 + j, k0 + i))));
-                    store(wide + j * kStretch + i, even);
-                    store(wide + j * kStretch + i + kLanes, odd);
-                }
-            }
-            const bool first = k0 == 0, last = k0 + part == k;
-            for (int r = 0; r < rows; r += kTileRows)
-                with_rows(smaller(kTileRows, rows - r), [&](auto count) __attribute__((always_inline)) {
-                    w4_stretches<count.value>(y + static_cast<size_t>(r) * y_stride + j0, y_stride, x + r, k0,
-                                              carry + r * kWide * kLanes, wide, some, part, first, last);
-                });
+void dot_w4_many(float* y, size_t y_stride, const float* const* x, int rows, const W4Matrix& w, int n, int k) {
+    many(y, y_stride, x, rows, n, k, [&](float* wide, int j, int k0, int part) __attribute__((always_inline)) {
+        for (int i = 0; i < part; i += kGroup) {
+            __builtin_prefetch(w.q_at(j + kWide, k0 + i));
+            V even, odd;
+            w4(even, odd, w4_load(w.q_at(j, k0 + i)), set(bf16_to_float(*w.s_at(j, k0 + i))));
+            store(wide + i, even);
+            store(wide + i + kLanes, odd);
         }
-    }
+    });
 }
 
 void dot_w4(float* y, size_t y_stride, RowsIn x, int rows, const uint32_t* q, const uint16_t* s, int n, int k) {
     const W4Matrix w{q, s, static_cast<size_t>(k)};
-    // Up to two tiles of rows, widening twice costs less than the buffer does.
-    const bool many = rows > 2 * kW4Rows;
-    const int at_once = many ? kW4Many : rows > kW4Rows ? (rows + 1) / 2 : rows;
+    // Up to two tiles of rows, widening a second time costs less than the buffer does.
+    const bool buffered = rows > 2 * kW4Rows;
+    const int at_once = buffered ? equal_part(rows) : rows > kW4Rows ? (rows + 1) / 2 : rows;
     for (int r = 0; r < rows; r += at_once) {
         const int some = smaller(at_once, rows - r);
-        const float* row[kW4Many];
+        const float* row[kMany];
         for (int i = 0; i < some; i++) row[i] = row_of(x, r + i);
         float* to = y + static_cast<size_t>(r) * y_stride;
-        if (many) {
-            w4_many(to, y_stride, row, some, w, n, k);
+        if (buffered) {
+            dot_w4_many(to, y_stride, row, some, w, n, k);
         } else {
             with_rows(some, [&](auto count) __attribute__((always_inline)) {
                 if constexpr (count.value <= kW4Rows) w4_tiles<count.value>(to, y_stride, row, w, n, k);
