@@ -106,7 +106,7 @@ def test_the_bound_can_fail(spec, texts):
     tokens = texts["bisect"][:30]
     want, _ = spec_logits(spec, tokens)
     flipped, _ = spec_logits(spec, tokens, [(0, 10)])
-    assert np.abs(flipped - want)[:10].max() == 0
+    assert np.abs(flipped - want)[:10].max() < 1e-9
     assert np.abs(flipped - want)[10:].max() > 5e-5 * want.std()
 
 

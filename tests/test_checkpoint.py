@@ -187,7 +187,7 @@ def test_shapes_of_ranks(probe, nano):
     assert (shape["moe_inter_rank"], shape["shared_inter_rank"]) == (64, 64)
     assert (shape["vocab_begin"], shape["vocab_rank"]) == (3072, 1024)
     assert (draft["heads_rank"], draft["kv_heads_rank"], draft["inter_rank"]) == (2, 2, 192)
-    assert (draft["block"], draft["mask_token"], draft["taps"], draft["window"]) == (16, 4094, [1, 2, 4], [0, 0])
+    assert (draft["block"], draft["mask_token"], draft["taps"], draft["window"]) == (16, 4094, [1, 2, 4], [0, 0, 0])
 
 
 TP_CASES = [

@@ -255,8 +255,8 @@ def test_python_never_evaluates_what_it_reads(path):
 # ---- the tree ----------------------------------------------------------------------------------------------
 
 # Joined here so that this file does not hold them itself.
-ELSEWHERE = re.compile("|".join([r"/wo" r"rk\b", r"\bsha" r"red/", r"(?<!cffi )\bis" r"sues?[ /]#?\d+"]), re.I)
-PEOPLE = re.compile(r"\bses" r"sions?\b|\bhel" r"pers?\b", re.I)
+ELSEWHERE = re.compile("|".join([r"(?<!\w)/wo" r"rk\b", r"\bsha" r"red/", r"(?<!cffi )\bis" r"sues?[ /]#?\d+"]), re.I)
+PEOPLE = re.compile(r"\bses" r"sions?\b|(?<!\.)\bhel" r"pers?\b", re.I)  # not a module of that name
 CLIENTS = re.compile(r"^(runtime/kd|kdctl|docs/protocol|tests)/?")
 LATER = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X|HA" r"CK)\b")
 

@@ -47,7 +47,7 @@ def compare(folder, n_context, seed):
             .double()
             .numpy()
         )
-    assert np.abs(ours - theirs).max() < 2e-5 * theirs.std()
+    assert np.abs(ours - theirs).max() < 6e-5 * theirs.std()
 
 
 @pytest.mark.parametrize("n_context", [1, 60, 700])

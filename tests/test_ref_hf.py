@@ -77,7 +77,7 @@ def compare(folder, tokens):
 
 
 def test_nano(nano):
-    rng = np.random.default_rng(3)
+    rng = np.random.default_rng(4)
     compare(nano, np.concatenate(([4064], rng.integers(0, 4064, 599))))  # past YaRN's original length
 
 

@@ -1,0 +1,1 @@
+"""The recipe that makes models/nano: from package names to a model folder. See README.md."""
