@@ -12,6 +12,7 @@ import click
 
 from kdctl.output import (
     DURATION,
+    EX_CONFIG,
     FAILED,
     INTERRUPTED,
     TERMINATED,
@@ -68,8 +69,19 @@ class Group(click.Group):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
 
+def _instance(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    if value != "default":
+        from kd.instance import INSTANCE, INSTANCE_ALLOWED
+
+        if not INSTANCE.fullmatch(value):
+            raise click.BadParameter(f"{value!r} is no name of a daemon: {INSTANCE_ALLOWED}")
+    return value
+
+
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "KDCTL"})
-@click.option("--instance", default="default", show_default=True, metavar="NAME", help="Which daemon.")
+@click.option(
+    "--instance", default="default", show_default=True, metavar="NAME", callback=_instance, help="Which daemon."
+)
 @click.option(
     "--endpoint", metavar="URL", help="Its serve endpoint, e.g. ipc:///run/kd/a/serve.sock or tcp://host:port."
 )
@@ -102,18 +114,12 @@ def cli(
 
     \b
     Exit codes: 0 ok, 1 failed, 2 usage, 3 not running, 4 not ready, 5 not found, 6 refused, 7 timeout,
-    8 version mismatch, 9 permission, 10 partial, 78 bad configuration file, 130 interrupted, 143 terminated.
+    8 version mismatch, 9 permission, 10 partial, 78 bad configuration, 130 interrupted, 143 terminated.
     """
-    ctx.obj = Settings(
-        instance=instance,
-        endpoint=endpoint,
-        control=control_endpoint,
-        curve_dir=curve_dir,
-        output=output,
-        timeout_s=timeout,
-        quiet=quiet,
-        color=wants_color(no_color),
-    )
+    settings = ctx.ensure_object(Settings)  # run()'s own, if it was there before: its errors need to know all this
+    settings.instance, settings.endpoint, settings.control = instance, endpoint, control_endpoint
+    settings.curve_dir, settings.output, settings.timeout_s = curve_dir, output, timeout
+    settings.quiet, settings.color = quiet, wants_color(no_color)
     ctx.call_on_close(ctx.obj.close)
 
 
@@ -123,9 +129,12 @@ def run(arguments: list[str] | None = None) -> int:
     from kd.config import ConfigError
 
     settings = Settings(output=_output_of(sys.argv[1:] if arguments is None else arguments))
+    if sys.stdout is None:  # refused before anything is done whose result nobody could see
+        show_error(settings, "IO", "standard output is closed: give a file or /dev/null", FAILED)
+        return FAILED
     try:
-        with cli.make_context("kdctl", list(sys.argv[1:] if arguments is None else arguments)) as ctx:
-            settings = ctx.obj or settings
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        with cli.make_context("kdctl", words, obj=settings) as ctx:
             result = cli.invoke(ctx)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
@@ -150,8 +159,12 @@ def run(arguments: list[str] | None = None) -> int:
         show_error(settings, error.name, error.message, exit_of(error.name), **extra)
         return exit_of(error.name)
     except ConfigError as error:
-        show_error(settings, "CONFIG", str(error), USAGE)
-        return USAGE
+        show_error(settings, "CONFIG", str(error), EX_CONFIG)
+        return EX_CONFIG
+    except OSError as error:
+        what = error.filename or "standard output cannot be written"
+        show_error(settings, "IO", f"{what}: {error.strerror or error}", FAILED)
+        return FAILED
     except Exception as error:
         if not settings.machine:
             raise
@@ -176,7 +189,13 @@ def main() -> Any:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `kdctl ... | head` ends like any other tool
     if any(name.startswith("_KDCTL_COMPLETE") for name in os.environ):
         cli.main(prog_name="kdctl")
-    sys.exit(run())
+    code = run()
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:  # run() has said so; the interpreter must not find the same bytes again and say it in its own way
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kdctl.output import PARTIAL, Failure, Settings, command, table
+from kdctl.output import BUDGET_HELP, PARTIAL, Failure, Settings, command, table
 
 PROMPTS = (
     "def quicksort(items):\n    ",
@@ -138,7 +138,7 @@ def _numbers(ctx: Any, param: Any, value: str) -> list[int]:
 @click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Of each request.")
 @click.option("--prompts", type=click.Path(exists=True, dir_okay=False), help="A file of prompts, one a line.")
 @click.option("--builder", help="Tree builder (default: the one in force).")
-@click.option("--budget", type=click.IntRange(0, 256), default=0, help="Its nodes; needs --builder.")
+@click.option("--budget", type=click.IntRange(0), default=0, help=BUDGET_HELP + "; needs --builder.")
 @click.option("--cold", is_flag=True, help="Do not use the prefix cache.")
 @click.pass_obj
 def bench(

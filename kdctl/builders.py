@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kdctl.output import FAILED, NOT_FOUND, Failure, Settings, command, table
+from kdctl.output import BUDGET_HELP, FAILED, NOT_FOUND, Failure, Settings, command, table
 
 MAX_VECTOR_BYTES = 256 << 20
 
@@ -44,7 +44,7 @@ def list_builders(settings: Settings) -> None:
 
 @command()
 @click.argument("name")
-@click.option("--budget", type=click.IntRange(0, 256), default=0, help="Nodes of a stream's tree; 0: its default.")
+@click.option("--budget", type=click.IntRange(0), default=0, help=BUDGET_HELP + ".")
 @click.option("--stream", "request", metavar="ID", help="Only for this request.")
 @click.pass_obj
 def use(settings: Settings, name: str, budget: int, request: str | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import subprocess
 import sys
@@ -42,8 +43,7 @@ def _owner(settings: Settings) -> int | None:
 def _tail(path: Path, lines: int) -> list[str]:
     try:
         with path.open("rb") as f:
-            f.seek(max(0, path.stat().st_size - (64 << 10)))
-            return f.read().decode("utf-8", "replace").splitlines()[-lines:]
+            return [one.decode("utf-8", "replace").rstrip("\n") for one in collections.deque(f, maxlen=lines)]
     except OSError:
         return []
 
@@ -107,7 +107,7 @@ def wait_until(settings: Settings, child: subprocess.Popen, log: Path, wait: str
     progress.end()
     raise Failure(
         f"the daemon (pid {child.pid}) is still {answer.get('state', 'starting')} after {timeout_s:g} s; it "
-        f"goes on: see `kdctl status` and {log}",
+        f"goes on: see `{settings.command('status')}` and {log}",
         TIMEOUT,
         "TIMEOUT",
         pid=child.pid,
@@ -138,8 +138,7 @@ def _start(
     pid = _owner(settings)
     if pid is not None:
         raise Failure(
-            f"instance '{settings.instance}' is running already, pid {pid}: stop it with "
-            f"`{_command(settings, 'stop')}`",
+            f"instance '{settings.instance}' is running already, pid {pid}: stop it with `{settings.command('stop')}`",
             REFUSED,
             "ALREADY_RUNNING",
             pid=pid,
@@ -160,14 +159,10 @@ def _start(
     return data
 
 
-def _command(settings: Settings, verb: str) -> str:
-    return f"kdctl {verb}" if settings.instance == "default" else f"kdctl --instance {settings.instance} {verb}"
-
-
 def _say_started(settings: Settings, data: dict[str, Any]) -> None:
     click.echo(f"{data['state']}, pid {data['pid']}, log {data['log']}")
     if data["state"] == "empty":
-        settings.note(f"no model is loaded: `{_command(settings, 'load PATH')}`")
+        click.echo(f"started without a model: `{settings.command('load PATH')}`")
 
 
 _START = [
@@ -215,14 +210,14 @@ def start(
 def _stop(settings: Settings, now: bool, drain_s: float | None) -> dict[str, Any]:
     client = settings.client()
     pid = client.hello()["pid"]
-    socket = client.endpoints["control"]
+    socket = client.endpoints["control"] or ""
     client.stop(now=now, deadline_ms=int((drain_s or 0) * 1000))
     settings.close()
     limit = time.monotonic() + (0 if now else drain_s or 30) + 15
     while _alive(pid, socket):
         if time.monotonic() > limit:
             raise Failure(
-                f"the daemon (pid {pid}) has not ended in time: `{_command(settings, 'stop --now')}`, or as "
+                f"the daemon (pid {pid}) has not ended in time: `{settings.command('stop --now')}`, or as "
                 f"the last resort `kill -9 {pid}`",
                 TIMEOUT,
                 "TIMEOUT",
@@ -300,7 +295,9 @@ def undrain(settings: Settings) -> None:
 
 @command()
 @click.option("-f", "--follow", is_flag=True, help="Go on with what is written from now on.")
-@click.option("-n", "--lines", default=50, show_default=True, help="How many of the last lines.")
+@click.option(
+    "-n", "--lines", type=click.IntRange(0), default=50, show_default=True, help="How many of the last lines."
+)
 @click.pass_obj
 def logs(settings: Settings, follow: bool, lines: int) -> None:
     """The log of a daemon that `kdctl start` has started; one started by systemd logs to the journal."""
@@ -316,7 +313,9 @@ def logs(settings: Settings, follow: bool, lines: int) -> None:
             "NOT_FOUND",
         )
     found = _tail(path, lines)
-    settings.emit("logs", {"log": str(path), "lines": found}, lambda: click.echo("\n".join(found)))
+    settings.emit(
+        "logs", {"log": str(path), "lines": found}, lambda: click.echo("".join(f"{one}\n" for one in found), nl=False)
+    )
     if not follow:
         return
     with path.open("rb") as f:

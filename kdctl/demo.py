@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from kdctl import daemon
-from kdctl.output import FAILED, Failure, Settings, command, pairs, table
+from kdctl.output import BUDGET_HELP, FAILED, Failure, Settings, command, pairs, table
 from kdctl.verify import first_difference
 
 PROMPT = "def fibonacci(n):\n"
@@ -56,7 +56,7 @@ def measure(client: Any, builder: str, budget: int, max_tokens: int) -> dict[str
     help="Another model folder than the embedded one.",
 )
 @click.option("--max-tokens", type=click.IntRange(8), default=96, show_default=True, help="Of each prompt.")
-@click.option("--budget", type=click.IntRange(0, 256), default=0, help="Nodes of a tree; 0: the builder's default.")
+@click.option("--budget", type=click.IntRange(0), default=0, help=BUDGET_HELP + ".")
 @click.pass_obj
 def demo(settings: Settings, model: str | None, max_tokens: int, budget: int) -> None:
     """Start a private daemon on the embedded model, stream a completion, then compare plain decoding with tree

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from kdctl.output import NOT_FOUND, Failure, Settings, command, line, read_text
+from kdctl.output import BUDGET_HELP, NOT_FOUND, Failure, Settings, command, is_terminal, line, read_text
 
 _OPTIONS = [
     click.option("--max-tokens", type=click.IntRange(1), default=256, show_default=True, help="At most so many."),
@@ -27,7 +27,7 @@ _OPTIONS = [
     click.option("--seed", type=click.IntRange(0, 2**53 - 1), help="Repeats a sampled text; default: a new one."),
     click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be given again."),
     click.option("--builder", help="This request's tree builder, e.g. none."),
-    click.option("--budget", type=click.IntRange(0, 256), default=0, help="Its nodes; needs --builder."),
+    click.option("--budget", type=click.IntRange(0), default=0, help=BUDGET_HELP + "; needs --builder."),
     click.option("--deadline", type=click.IntRange(0), default=0, metavar="MS", help="Cancel after so long; 0: never."),
     click.option("--stats", is_flag=True, help="Speed and acceptance on stderr."),
     click.option("--echo-ids", is_flag=True, help="Print token ids instead of text."),
@@ -99,7 +99,7 @@ def run(settings: Settings, schema: str, options: dict[str, Any], prompt: Any = 
             click.echo()
     else:
         line({"schema": f"kdctl/{schema}.v1", **document(result)})
-    if options["stats"]:
+    if options["stats"] and not settings.machine:  # a document has them all
         click.echo(stats_text(result), err=True)
     if result.finish == "error" or (result.finish == "cancelled" and result.error != "CANCELLED"):
         from kdctl.output import exit_of
@@ -130,7 +130,7 @@ def generate(settings: Settings, prompt: str | None, ids: bool, **options: Any) 
 def parse_ids(text: str) -> list[int]:
     words = re.split(r"[\s,]+", text.strip().strip("[]"))
     if not all(re.fullmatch(r"\d{1,9}", word) for word in words):
-        raise click.UsageError("--ids takes token ids: decimal numbers separated by blanks or commas")
+        raise click.UsageError("not token ids: give decimal numbers separated by blanks or commas")
     return [int(word) for word in words]
 
 
@@ -144,7 +144,7 @@ def chat(settings: Settings, message: str | None, system: str | None, think: boo
     """Answer MESSAGE, or talk until end of input (or an empty line) without one."""
     messages = [{"role": "system", "content": system}] if system else []
     fixed = {"thinking": think} if think is not None else {}
-    if message is not None or not sys.stdin.isatty():
+    if message is not None or not is_terminal(sys.stdin):
         messages.append({"role": "user", "content": read_text(message)})
         run_chat(settings, messages, options, fixed)
         return

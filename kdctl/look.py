@@ -20,6 +20,8 @@ def acceptance(stats: dict[str, Any]) -> float | None:
 def progress_text(load: dict[str, Any] | None) -> str | None:
     if not load or load["phase"] == "done":
         return None
+    if not load["bytes_total"]:
+        return load["phase"]  # how much there is to read is not known yet
     return f"{load['phase']} {load['percent']:.0f} % of {bytes_text(load['bytes_total'])}"
 
 

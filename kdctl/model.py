@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
 import click
 
 from kdctl.look import progress_text
-from kdctl.output import DURATION, Settings, bytes_text, command
+from kdctl.output import DURATION, Settings, bytes_text, command, is_terminal
 
 
 class ProgressLine:
     """Load progress on stderr: one changing line on a terminal, otherwise a line when the phase changes."""
 
     def __init__(self, settings: Settings):
-        self._on, self._tty, self._last = not settings.quiet and not settings.machine, sys.stderr.isatty(), ""
+        self._on, self._tty, self._last = not settings.quiet and not settings.machine, is_terminal(sys.stderr), ""
 
     def __call__(self, load: dict[str, Any] | None) -> None:
         text = progress_text(load)
@@ -34,12 +35,15 @@ class ProgressLine:
 
 
 @command()
-@click.argument("path", type=click.Path(exists=True, file_okay=False))
+@click.argument("path")
 @click.option("--draft", default="auto", show_default=True, help="Drafter: auto (PATH/draft), none, or a folder.")
 @click.option("--stall-timeout", type=DURATION, default="2m", show_default=True, help="Without any progress.")
 @click.pass_obj
 def load(settings: Settings, path: str, draft: str, stall_timeout: float) -> None:
-    """Load the model folder PATH and wait until it is ready."""
+    """Load the model folder PATH and wait until it is ready. The daemon reads it: what counts is what it can see."""
+    path = os.path.abspath(path)  # its current folder is another one
+    if draft not in ("auto", "none"):
+        draft = os.path.abspath(draft)
     progress = ProgressLine(settings)
     try:
         answer = settings.client().load(path, draft=draft, progress=progress, timeout_s=stall_timeout)

@@ -1,7 +1,8 @@
 """How every command prints, fails and exits.
 
 stdout carries data, stderr everything else. Exit codes: 0 ok, 1 failed, 2 usage, 3 not running, 4 not ready,
-5 not found, 6 refused, 7 timeout, 8 version mismatch, 9 permission, 10 partial, 130 interrupted, 143 terminated.
+5 not found, 6 refused, 7 timeout, 8 version mismatch, 9 permission, 10 partial, 78 bad configuration,
+130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +23,16 @@ if TYPE_CHECKING:
 
 OK, FAILED, USAGE, NOT_RUNNING, NOT_READY, NOT_FOUND, REFUSED, TIMEOUT, VERSION, PERMISSION, PARTIAL = range(11)
 INTERRUPTED, TERMINATED = 130, 143
+BUDGET_HELP = "Nodes of a tree, at most the daemon's engine.max_nodes (built in: 64); 0: the builder's default"
+EX_CONFIG = 78  # what the daemon itself would exit with
 
 _EXITS = {
     "BAD_ENDPOINT": USAGE,
+    "BAD_FIELD": USAGE,
+    "TOKEN": USAGE,
+    "SAMPLING": USAGE,
+    "CONTEXT": USAGE,
+    "TOO_LARGE": USAGE,
     "NOT_RUNNING": NOT_RUNNING,
     "NOT_READY": NOT_READY,
     "NOT_FOUND": NOT_FOUND,
@@ -40,12 +49,12 @@ _EXITS = {
     "PERMISSION": PERMISSION,
     "WRONG_SOCKET": PERMISSION,
 }
-_HINTS = {
-    "NOT_RUNNING": "kdctl start",
-    "NOT_READY": "kdctl status",
-    "NO_ANSWER": "kdctl health --live",
-    "BUSY": "retry later, or see kdctl ps",
-    "DRAINING": "kdctl undrain",
+_HINTS = {  # the verb that helps or shows more
+    "NOT_RUNNING": "start",
+    "NOT_READY": "status",
+    "NO_ANSWER": "health --live",
+    "BUSY": "ps",
+    "DRAINING": "undrain",
 }
 
 
@@ -103,8 +112,8 @@ class Settings:
         return self.output != "table"
 
     def note(self, text: str) -> None:
-        """Something to know, on stderr, unless -q."""
-        if not self.quiet:
+        """Something to know, on stderr, for people: not with -q, and not where programs read along."""
+        if not self.quiet and not self.machine:
             click.echo(text, err=True)
 
     def emit(
@@ -119,6 +128,16 @@ class Settings:
                 line({"schema": f"kdctl/{schema}.v1", **row})
         else:
             line({"schema": f"kdctl/{schema}.v1", **data})
+
+    def command(self, verb: str) -> str:
+        """`kdctl verb` as one would have to type it to reach the same daemon."""
+        if self.instance != "default":
+            return f"kdctl --instance {self.instance} {verb}"
+        return (
+            f"kdctl --endpoint {shlex.quote(self.endpoint)} {verb}"
+            if self.endpoint and verb != "start"
+            else f"kdctl {verb}"
+        )
 
     def paint(self, text: str, color: str) -> str:
         return click.style(text, fg=color) if self.color else text
@@ -141,7 +160,7 @@ def show_error(settings: Settings, name: str, message: str, code: int, **extra: 
             "code": code,
             "name": name,
             "message": message,
-            "hint": _HINTS.get(name),
+            "hint": settings.command(_HINTS[name]) if name in _HINTS else None,
             "request_id": extra.pop("request_id", None),
             **extra,
         }
@@ -187,11 +206,14 @@ class Duration(click.ParamType):
 
     def convert(self, value: Any, param: Any, ctx: Any) -> float:
         if isinstance(value, int | float):
-            return float(value)
+            return float(value)  # a default of our own
         found = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h)?", value.strip())
         if not found:
             self.fail(f"{value!r} is no duration: write 10s, 500ms or 2m", param, ctx)
-        return float(found[1]) * {"ms": 0.001, None: 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+        seconds = float(found[1]) * {"ms": 0.001, None: 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+        if seconds < 0.001:
+            self.fail(f"{value!r} is too short: 1ms is the shortest", param, ctx)
+        return seconds
 
 
 DURATION = Duration()
@@ -241,11 +263,16 @@ def command(*args: Any, **kwargs: Any) -> Any:
 def read_text(value: str | None) -> str:
     """An argument, or standard input for `-`."""
     if value == "-" or value is None:
-        if value is None and sys.stdin.isatty():
+        if sys.stdin is None or (value is None and sys.stdin.isatty()):
             raise click.UsageError("give the text as an argument, or - to read standard input")
         return sys.stdin.read()
     return value
 
 
+def is_terminal(stream: Any) -> bool:
+    """Whether people look at it. A stream that was closed before we began is None."""
+    return stream is not None and stream.isatty()
+
+
 def wants_color(no_color: bool) -> bool:
-    return not no_color and not os.environ.get("NO_COLOR") and sys.stdout.isatty()
+    return not no_color and not os.environ.get("NO_COLOR") and is_terminal(sys.stdout)

@@ -7,9 +7,7 @@ from typing import Any
 
 import click
 
-from kdctl.output import Failure, Settings, command, table
-
-EX_CONFIG = 78  # what the daemon itself would exit with
+from kdctl.output import EX_CONFIG, Failure, Settings, command, table
 
 
 @click.group()

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kdctl.output import FAILED, Failure, Settings, command, pairs
+from kdctl.output import BUDGET_HELP, FAILED, Failure, Settings, command, pairs
 
 PROMPTS = ("def fibonacci(n):\n    ", "The capital of France is", "import json\n\ndef load(path):\n")
 LOADS = ("Once upon a time", "class Stack:\n    def __init__(self):\n", "for i in range(10):\n", "x = [1, 2, 3]\n")
@@ -63,7 +63,7 @@ def first_difference(a: Any, b: Any) -> dict[str, Any] | None:
 @click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Of each.")
 @click.option("--temperature", type=click.FloatRange(0, 100), default=0.0, show_default=True, help="0: argmax.")
 @click.option("--builder", help="Compare with this one (default: the builder in force).")
-@click.option("--budget", type=click.IntRange(0, 256), default=0, help="Its nodes; needs --builder.")
+@click.option("--budget", type=click.IntRange(0), default=0, help=BUDGET_HELP + "; needs --builder.")
 @click.option("--streams", type=click.IntRange(0, 16), default=2, show_default=True, help="Other requests meanwhile.")
 @click.pass_obj
 def verify(

@@ -151,7 +151,7 @@ def test_generate_reads_standard_input(on, monkeypatch):
 
 
 def test_generate_says_what_is_wrong(on):
-    error = json.loads(on("generate", "x", "--max-tokens", "100000", "-o", "json", code=1).err)
+    error = json.loads(on("generate", "x", "--max-tokens", "100000", "-o", "json", code=2).err)
     assert error["schema"] == "kdctl/error.v1" and error["name"] == "CONTEXT" and "2048" in error["message"]
     assert "oak" in on("generate", "x", "--builder", "oak", code=5).err
     on("generate", "x", "--budget", "4", code=2)
@@ -172,7 +172,7 @@ def test_tokenize_and_back(on):
     assert on("detokenize", *ids, "-o", "json").json["text"] == text
     assert on("detokenize", *ids).out == text + "\n"
     assert [int(w) for w in on("tokenize", text).out.split()] == ids
-    assert on("detokenize", "99999999", code=1).err
+    assert on("detokenize", "99999999", code=2).err
 
 
 def test_ps_and_cancel(on, daemon):

@@ -71,14 +71,16 @@ def test_start_that_fails_shows_the_log(kdctl, place, library, nano, tmp_path_fa
     done = kdctl("start", "--model", broken, code=1)
     assert "exit status 65" in done.err and str(place / "default" / "daemon.log") in done.err
     assert "failed" in done.err  # the end of the log
-    kdctl("start", "--set", "engine.tp=3", code=2)
+    kdctl("start", "--set", "engine.tp=3", code=78)
     kdctl("start", "--set", "engine.tp", code=2)
-    assert "engine.tpp" in kdctl("start", "--set", "engine.tpp=1", code=2).err
+    assert "engine.tpp" in kdctl("start", "--set", "engine.tpp=1", code=78).err
 
 
 def test_start_without_a_model_says_so(kdctl, place, library):
     done = kdctl("--instance", "bare", "start")
-    assert done.out.startswith("empty") and "kdctl --instance bare load PATH" in done.err
+    assert done.out.startswith("empty") and "without a model: `kdctl --instance bare load PATH`" in done.out
+    assert done.err == ""  # no load to report on
+    assert kdctl("--instance", "bare", "status", "-o", "json").json["load"] is None
     kdctl("--instance", "bare", "stop", "--now")
 
 
@@ -111,7 +113,8 @@ def test_config(kdctl, tmp_path, monkeypatch):
     file.write_text("[engine]\ntp = 3\n")
     error = json.loads(kdctl("config", "validate", file, "-o", "json", code=78).err)
     assert error["name"] == "CONFIG" and "engine.tp" in error["message"]
-    kdctl("config", "show", "--config", file, code=2)
+    kdctl("config", "show", "--config", file, code=78)
+    assert "engine.tp" in kdctl("start", "--config", file, code=78).err
 
 
 # ---- the process
@@ -212,7 +215,7 @@ def test_every_error_of_the_protocol_has_an_exit_code():
     from kd import wire
 
     assert all(0 < output.exit_of(name) <= 10 for name in wire.ERRORS)
-    assert set(output._EXITS) - set(wire.ERRORS) == {"NOT_RUNNING", "NO_ANSWER", "PERMISSION"}
+    assert set(output._EXITS) - set(wire.ERRORS) == {"NOT_RUNNING", "NO_ANSWER", "PERMISSION", "BAD_ENDPOINT"}
 
 
 @pytest.mark.parametrize("name", ["bash", "zsh", "fish"])

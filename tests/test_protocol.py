@@ -185,3 +185,22 @@ def test_error_bodies_fit_a_reply():
     error = ProtocolError("BAD_FIELD", "x" * 100_000)
     frames = protocol.encode("ERROR", bytes(16), error.body())
     assert protocol.decode(frames, "reply")[2]["code"] == 4
+
+
+@pytest.mark.parametrize(
+    "body, words",
+    [
+        (b"\x81\xa1x" + b"\x91" * 2000 + b"\xc0", "nested"),
+        (b"\xc1", "begins no value"),
+        (b"\x80\x80", "after the end"),
+        (b"\x81\xa1x", "incomplete"),
+        (b"\x81\x01\x02", "map key"),
+        (b"\x81\xa1x\xa1\xff", "utf-8"),
+        (b"", "incomplete"),
+    ],
+)
+def test_malformed_says_why(body, words):
+    with pytest.raises(ProtocolError) as caught:
+        protocol.decode(map_frame(body), "serve")
+    assert caught.value.name == "MALFORMED"
+    assert words in caught.value.message, caught.value.message

@@ -289,3 +289,85 @@ def test_one_client_cannot_have_too_many(start):
         assert other.generate([4], max_tokens=2).finish == "length"
         for stream in streams:
             stream.close()
+
+
+# ---- what the log says of requests that were left
+
+
+def ended(daemon) -> dict:
+    return until(lambda: next((r for r in daemon.records() if r["message"] == "request ended"), None))
+
+
+def long_request(raw) -> bytes:
+    ident = new_id()
+    raw.ask("GENERATE", ident, {"tokens": wire.pack_ids([5]), "max_tokens": 4000, "credit": 4096})
+    raw.until("PARTIAL")
+    return ident
+
+
+def test_the_log_tells_who_ended_a_request(start):
+    daemon = start({"token_delay_s": 0.005})
+    with Raw(daemon.serve) as raw:
+        long_request(raw)
+    record = ended(daemon)
+    assert record["reason"] == "the client is gone" and "error" not in record
+
+
+@pytest.mark.parametrize("operator", [False, True])
+def test_the_log_tells_a_cancel_from_a_client_that_left(start, operator):
+    daemon = start({"token_delay_s": 0.005})
+    with Raw(daemon.serve) as raw, daemon.client() as other:
+        ident = long_request(raw)
+        if operator:
+            other.cancel(ident, operator=True)
+        else:
+            raw.ask("CANCEL", new_id(), {"request": ident})
+    record = ended(daemon)
+    assert record["reason"] == ("the operator cancelled the request" if operator else "the request was cancelled")
+    assert "error" not in record
+
+
+def test_the_first_reason_for_an_end_stands():
+    """Ctrl-C: the client cancels, and is gone before the engine has ended the request."""
+    from kd.serve_socket import CLIENT_GONE, ServeThread
+    from kd.sessions import Hub
+
+    serve = object.__new__(ServeThread)
+    serve.hub = Hub(8, 1000)
+    session, _ = serve.hub.open(b"peer", new_id(), {"credit": 1, "deadline_ms": 0, "lease_ms": 0, "seed": 1})
+    serve.end_early(session)
+    serve.end_early(session, ("LEASE_EXPIRED", CLIENT_GONE))
+    assert session.cancelled and session.verdict is None
+
+
+def test_a_stop_waits_for_its_last_operation(tmp_path):
+    """Whatever the operations thread still does, it does not meet a closed engine."""
+    from types import SimpleNamespace
+
+    from fake_engine import FakeEngine, KdError
+
+    from kd import config as configuration
+    from kd import server
+    from kd.logs import Log
+
+    class Slow(FakeEngine):
+        def drain(self, on=True):
+            time.sleep(0.3)  # the operation takes so long; the control loop has nothing else to wait for
+            if self.closed:
+                raise KdError(-20, "KD_E_STATE", "this engine is closed; open another one")
+            super().drain(on)
+
+    with (tmp_path / "log").open("wb") as log:
+        config = configuration.load(env={}, flags={"server.runtime_dir": str(tmp_path), "server.instance": "t"})
+        made = server.Daemon(config, Log(log.fileno()), Slow, SimpleNamespace)
+        made.exit_now = lambda status: None
+        ended: list[int] = []
+        runner = threading.Thread(target=lambda: ended.append(made.run()), daemon=True)
+        runner.start()
+        until(lambda: made.state.started)
+        made.control.call(made.control.stop, 0)
+        runner.join(20)
+        assert ended == [0]
+        made.control.operations.join(10)
+    text = (tmp_path / "log").read_text()
+    assert '"stopped"' in text and "operation failed" not in text and "stuck" not in text, text

@@ -33,7 +33,7 @@ class ControlLoop:
         self.wake = Wake()
         self._calls: collections.deque[tuple[Any, ...]] = collections.deque()
         self._ops: queue.Queue[tuple[Any, ...] | None] = queue.Queue(256)
-        self._ops_thread = threading.Thread(target=self._operate, name="kd-operations", daemon=True)
+        self.operations = threading.Thread(target=self._operate, name="kd-operations", daemon=True)
         self._topics: set[bytes] = set()
         self._sequence = 0
         self._metrics_at = 0.0
@@ -62,7 +62,7 @@ class ControlLoop:
 
     def run(self) -> None:
         """Until the daemon has to go."""
-        self._ops_thread.start()
+        self.operations.start()
         poller = zmq.Poller()
         for item in (self.port.socket, self.events, self.wake.fd):
             poller.register(item, zmq.POLLIN)
@@ -274,6 +274,7 @@ class ControlLoop:
                 if not found:
                     raise ProtocolError("NOT_FOUND", "no running request has this id")
                 engine_id = found[0].engine_id
+            d.check_budget(body["budget"])
             generation = d.engine.use_builder(body["name"], body["budget"], engine_id)
             self.log.info(
                 "builder in force",

@@ -31,6 +31,7 @@ class Loader:
         self.d = daemon
         self._lock = threading.Lock()
         self._busy = False
+        self._asked = False  # whether there ever was a load to report on
         self.warming = False
 
     @property
@@ -40,7 +41,7 @@ class Loader:
     def progress(self) -> dict[str, Any] | None:
         """phase, bytes_done, bytes_total, elapsed_us, percent; None if nothing was ever loaded."""
         engine = self.d.engine
-        if engine is None:
+        if engine is None or not self._asked:
             return None
         try:
             raw = dict(engine.load_progress())
@@ -64,7 +65,7 @@ class Loader:
                 raise ProtocolError("BUSY", "a load is under way: wait, or cancel it with LOAD_CANCEL", retry_ms=2000)
             if self.d.model_path is not None:
                 raise ProtocolError("CONFLICT", f"{self.d.model_path} is loaded: unload it first")
-            self._busy = True
+            self._busy = self._asked = True
 
     def run(self, path: str, draft: str) -> None:
         """Load and warm up; raises what went wrong, with nothing left loaded. `claim()` came before."""

@@ -53,6 +53,14 @@ class _Strict:
         return items
 
 
+_REASONS = {  # msgpack's own classes carry no words, or a value of the frame
+    "StackError": "maps and arrays are nested too deep",
+    "FormatError": "a byte begins no value",
+    "ExtraData": "bytes follow after the end of the map",
+    "OutOfData": "the frame ends too early",
+}
+
+
 def _no_ext(code: int, data: bytes) -> Any:
     raise ProtocolError("MALFORMED", "extension types are not part of the protocol")
 
@@ -90,7 +98,8 @@ def decode_map(frame: bytes, limit: int) -> dict[str, Any]:
     except ProtocolError:
         raise
     except Exception as error:  # msgpack raises ValueError, TypeError, its own classes and UnicodeDecodeError
-        raise ProtocolError("MALFORMED", f"not the msgpack allowed here: {error or type(error).__name__}") from None
+        reason = _REASONS.get(type(error).__name__) or str(error) or type(error).__name__
+        raise ProtocolError("MALFORMED", f"not the msgpack allowed here: {reason}") from None
     if not isinstance(value, dict):
         raise ProtocolError("MALFORMED", "a header or body must be a msgpack map")
     _check_depth(value)

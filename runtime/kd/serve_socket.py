@@ -26,6 +26,8 @@ STUCK_S = 10.0  # a turn of the loop takes milliseconds
 BATCH = 64
 MAX_WORKER_QUEUE = 1024
 
+CLIENT_GONE = "the client is gone"  # it closed its connection, or was killed
+
 _STATUS_WORDS = {
     "CANCELLED": "the request was cancelled",
     "SLOW_READER": "the client granted no credit for slow_reader_timeout_ms",
@@ -41,7 +43,7 @@ class ServeThread(threading.Thread):
         self.wake = Wake()
         self._calls: collections.deque[tuple[Any, ...]] = collections.deque()  # from other threads
         self._jobs: queue.Queue[tuple[Any, ...] | None] = queue.Queue(MAX_WORKER_QUEUE)
-        self._worker = threading.Thread(target=self._work, name="kd-encode", daemon=True)
+        self.worker = threading.Thread(target=self._work, name="kd-encode", daemon=True)
         self._leaving = False
         self._tick_at = 0.0
         self._beat_at = time.monotonic()
@@ -66,7 +68,7 @@ class ServeThread(threading.Thread):
     # ---- the loop
 
     def run(self) -> None:
-        self._worker.start()
+        self.worker.start()
         try:
             self._loop()
         except Exception as error:
@@ -192,7 +194,8 @@ class ServeThread(threading.Thread):
     def cancel(self, ident: bytes | None, peer: bytes | None) -> verbs.Reply:
         """Cancel the request `ident`, or all, of `peer`, or of everybody if that is None. [any thread]"""
         sessions = self.hub.open_sessions(peer) if ident is None else self.hub.find(ident, peer)
-        results = [self.end_early(s) for s in sessions]
+        verdict = ("CANCELLED", "the operator cancelled the request") if peer is None else None
+        results = [self.end_early(s, verdict) for s in sessions]
         count = results.count("cancelled")
         if count:
             result = "cancelled"
@@ -205,7 +208,7 @@ class ServeThread(threading.Thread):
     def end_early(self, session: Session, verdict: tuple[str, str] | None = None) -> str:
         """Ask the engine to end it; verdict: (error name, sentence) if that is not its client's wish. [any thread]"""
         with self.hub.lock:
-            if verdict and not session.verdict:
+            if verdict and not session.cancelled:  # the first reason is the true one
                 session.verdict = verdict
             session.cancelled = True
             if session.state == "preparing":
@@ -388,7 +391,8 @@ class ServeThread(threading.Thread):
             "request ended",
             request=session.name,
             finish=finish,
-            error=name,
+            error=None if name in ("CANCELLED", "LEASE_EXPIRED") else name,  # leaving is a client's right
+            reason=message,
             tokens=session.total_tokens,
             rounds=session.rounds,
             ms=total_us // 1000,
@@ -445,7 +449,7 @@ class ServeThread(threading.Thread):
                 session.orphan = True
                 self.log.info("client gone", request=session.name, client=peer.hex())
                 self.hub.counts["client_gone"] += 1
-                self.end_early(session, ("LEASE_EXPIRED", "the client has vanished"))
+                self.end_early(session, ("LEASE_EXPIRED", CLIENT_GONE))
 
     def _tick(self, now: float) -> None:
         self._tick_at = now + BEAT_S / 2

@@ -28,6 +28,7 @@ from kd.wire import ProtocolError
 
 STOP_GRACE_S = 5.0  # beyond the drain time; then the process ends whatever its threads do
 JOIN_S = 2.0
+MAX_NODES = 64  # what engine.max_nodes = 0 means
 MAX_TOKEN_BYTES = 256  # KD_MAX_TOKEN_BYTES: a prompt of n tokens has at most n times so many bytes
 
 _EXIT = {"MODEL": EX_DATA, "IO": EX_DATA, "NO_TOKENIZER": EX_DATA, "NOMEM": EX_OS, "DEVICE": EX_OS}
@@ -264,6 +265,7 @@ class Daemon:
             raise ProtocolError("BUSY", f"{most} requests are open, the most this daemon takes", retry_ms=1000)
         if body["budget"] and not body["builder"]:
             raise ProtocolError("BAD_FIELD", "'budget' needs 'builder'", field="budget")
+        self.check_budget(body["budget"])
         positions = self.engine.info.max_positions
         if body["tokens"] is not None:
             size, unit = len(body["tokens"]), "tokens"
@@ -276,6 +278,17 @@ class Daemon:
                 f"a prompt of {size} {unit} and max_tokens {body['max_tokens']} do not fit "
                 f"the context of {positions}: shorten one of them",
                 limit=positions,
+            )
+
+    def check_budget(self, budget: int) -> None:
+        """Raises ProtocolError, in the words of the configuration: the library knows its options by other names."""
+        most = self.config.engine.max_nodes or MAX_NODES
+        if budget > most:
+            raise ProtocolError(
+                "BAD_FIELD",
+                f"a budget of {budget} is more than engine.max_nodes = {most}: lower it, or raise that setting",
+                field="budget",
+                limit=most,
             )
 
     def apply_builder(self) -> None:
@@ -379,8 +392,13 @@ class Daemon:
         status = self.state.exit_status
         self.serve.leave()
         self.watch.stop()
-        self.serve.join(JOIN_S)
-        stuck = [t.name for t in (self.serve,) if t.is_alive()]
+        # An operation or a submission that still runs must not find the engine closed under its feet.
+        limit = time.monotonic() + JOIN_S
+        threads = (self.serve, self.serve.worker, self.control.operations)
+        for thread in threads:
+            if thread.ident:
+                thread.join(max(0.0, limit - time.monotonic()))
+        stuck = [t.name for t in threads if t.is_alive()]
         if not self.watch.join(JOIN_S):
             stuck.append("kd-watch")
         if not self.state.failed and not stuck and self.engine is not None:
@@ -407,7 +425,7 @@ class Daemon:
         for lock in self._locks:
             lock.release()
         self._hard_exit_at = None
-        self.log.info("stopped", status=status, reason=self.state.reason or None, stuck=stuck or None)
+        self.log.info("stopped", status=status, stuck=stuck or None)
         return status
 
     def _close_engine(self) -> None:
