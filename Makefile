@@ -9,8 +9,13 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq install
 PYTEST := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 PYTHONFAULTHANDLER=1 $(BIN)/python -m pytest
 
+# What of the suite has a device in it.
+CUDA_TESTS := tests/test_ops.py tests/test_sampling.py tests/test_vocabulary.py tests/test_tree_build.py tests/test_exact.py tests/test_nano_exact.py tests/test_odd_models.py \
+    tests/test_soak.py tests/test_faults.py tests/test_engine_api.py tests/test_engine_requests.py tests/test_engine_parts.py \
+    tests/test_abi.py tests/test_experts.py tests/test_cuda_build.py
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench long fuzz sanitize build clean tools
+.PHONY: help demo test lint format bench long fuzz sanitize build cuda test-cuda clean tools
 
 help: ## this list
 	@echo "kd: a native inference engine daemon. Targets:"
@@ -53,6 +58,14 @@ sanitize: tools ## the CPU twin under ASan + UBSan and under TSan
 
 build: tools ## only the libraries, into build/out
 	@JOBS=$(JOBS) build/make.sh cpu test
+
+cuda: tools ## the CUDA twin, for the GPUs here or else for sm_90a and sm_120f; ARCHS="80 90a" or ARCHS=all for others
+	@JOBS=$(JOBS) build/make.sh cuda cuda-test
+	@build/cuda_status.sh
+
+test-cuda: .venv/.kd .venv/.test ## the test suite on the GPU, with the CUDA twin
+	@JOBS=$(JOBS) build/make.sh cuda cuda-test
+	$(PYTEST) --device cuda -n $$(( $(JOBS) < 4 ? $(JOBS) : 4 )) --dist loadfile $(CUDA_TESTS) $(PYTEST_ARGS)
 
 clean: ## remove .venv and everything built
 	rm -rf .venv build/out .pytest_cache .ruff_cache .mypy_cache .hypothesis

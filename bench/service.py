@@ -32,18 +32,21 @@ from kd.config import paths
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ("is_prime", "fibonacci", "parse_header", "merge_sorted", "word_count", "flatten", "to_roman", "read_config")
 PROMPTS = [f'def {name}(value):\n    """Return the result for value."""\n' for name in NAMES]
-STREAMS = (1, 4, 8, 16)
-BUILDERS = (("none", 0), ("chain", 0), ("heap", 8), ("heap", 32))
+STREAMS = {"cpu": (1, 4, 8, 16), "cuda": (1, 4, 8, 10, 64)}
+BUILDERS = {
+    "cpu": (("none", 0), ("chain", 0), ("heap", 8), ("heap", 32)),
+    "cuda": (("none", 0), ("chain", 7), ("heap", 8), ("device", 8), ("device", 32)),
+}
 MAX_TOKENS = 128
 
 
 @contextmanager
-def daemon(model: Path, folder: str) -> Iterator[tuple[psutil.Process, str]]:
+def daemon(model: Path, device: str, folder: str) -> Iterator[tuple[psutil.Process, str]]:
     """A daemon with sockets in `folder`; yields its process and the serve endpoint."""
     where = paths("bench", runtime_dir=folder)
     process = subprocess.Popen(
         [sys.executable, "-m", "kd", "--instance", "bench", "--model", str(model), "--log-level", "warning"]
-        + ["--set", f"server.runtime_dir={folder}"]
+        + ["--device", device, "--set", f"server.runtime_dir={folder}"]
     )
     os.environ["KD_SERVER_RUNTIME_DIR"] = folder
     try:
@@ -132,12 +135,17 @@ def cpu_model() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "nano")
+    parser.add_argument("--device", choices=STREAMS, default="cpu")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
 
-    with tempfile.TemporaryDirectory(prefix="kd-bench-") as folder, daemon(args.model, folder) as (process, _):
+    with (
+        tempfile.TemporaryDirectory(prefix="kd-bench-") as folder,
+        daemon(args.model, args.device, folder) as (process, _),
+    ):
         result: dict[str, Any] = {
+            "device": args.device,
             "cpu": cpu_model(),
             "cores": len(os.sched_getaffinity(0)),
             "python": platform.python_version(),
@@ -152,7 +160,7 @@ def main() -> None:
         print(
             f"{'builder':>9} {'streams':>7} {'tokens/s':>9} {'tokens/round':>12} {'rows/forward':>12} {'first ms':>8}"
         )
-        for (builder, budget), streams in itertools.product(BUILDERS, STREAMS):
+        for (builder, budget), streams in itertools.product(BUILDERS[args.device], STREAMS[args.device]):
             row = decode(streams, builder, budget, args.seconds)
             result["rows"].append(row)
             label = f"{builder} {budget}" if budget else builder

@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# Builds the native libraries with plain g++:  build/make.sh [cpu] [test]
-#   cpu    build/out/libkd_cpu.so        the release library: exports the functions of include/kd.h and nothing else
-#   test   build/out/libkd_cpu_test.so   the same objects and the probes, everything visible; for tests only
+# Builds the native libraries with plain g++ and nvcc:  build/make.sh [cpu] [test] [cuda] [cuda-test]
+#   cpu        build/out/libkd_cpu.so        the release library: exports the functions of include/kd.h and nothing else
+#   test       build/out/libkd_cpu_test.so   the same objects and the probes, everything visible; for tests only
+#   cuda, cuda-test                          libkd_cuda.so, libkd_cuda_test.so: the same with native/cuda for native/cpu
+# ARCHS="90a 120f" names the GPUs to make machine code for (all: every one we support); without it, those present, or, where
+# there is none, 90a and 120f. What ptxas says of each kernel is left in build/out/*.ptxas.
 # Objects are rebuilt when a source, a header they include or this script is newer. Nothing outside build/out is written.
-# OUT=build/out/asan FLAGS="-fsanitize=address" build/make.sh ... builds the same with more flags into a folder of its own.
+# BUILD_OUT=build/out/asan FLAGS="-fsanitize=address" build/make.sh ... builds the same with more flags into a folder of its own.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
-out=${OUT:-build/out}
+out=${BUILD_OUT:-build/out}
 mkdir -p "$out"
 exec 9>"$out/.building"
 flock 9 # one build at a time in one folder; the second then finds everything built
@@ -28,11 +31,38 @@ stale() { # $1 source, $2 object
     [ ! -e "$2" ] || [ ! -e "$2.d" ] || [ build/make.sh -nt "$2" ] ||
         [ -n "$(find $(sed 's/^[^:]*://; s/\\$//' "$2.d") -newer "$2" -print -quit 2>&1)" ]
 }
-object() { echo "$out/${1//\//.}.o"; }
+object() { # of a CUDA source: one for each choice of architectures
+    local obj="$out/${1//\//.}.o"
+    [[ $1 != *.cu ]] || obj="$out/${1//\//.}.$(IFS=_; echo "${archs[*]}").o"
+    echo "$obj"
+}
 compile() {
     local obj; obj=$(object "$1")
+    if [[ $1 == *.cu ]]; then compile_cuda "$1" "$obj"; return; fi
     # shellcheck disable=SC2046
     "$CXX" "${flags[@]}" $(isa_flags "$1") -c "$1" -o "$obj.tmp" -MMD -MF "$obj.d" && mv "$obj.tmp" "$obj"
+}
+read -ra archs <<<"${ARCHS:-}"
+if [ ${#archs[@]} = 0 ] && command -v nvidia-smi >/dev/null; then # 9.0 -> 90a, 12.0 -> 120f
+    mapfile -t archs < <(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | sort -u |
+                             sed 's/^90$/90a/; s/^10[03]$/100f/; s/^12[01]$/120f/')
+fi
+[ ${#archs[@]} -gt 0 ] || archs=(90a 120f)
+[ "${archs[*]}" != all ] || archs=(80 89 90a 100f 120f)
+nvcc_flags() {
+    local a
+    for a in "${archs[@]}"; do echo "-gencode arch=compute_$a,code=sm_$a"; done
+    # -fmad=false: a product is only fused with a sum where the source says so, as -ffp-contract=off does for g++
+    # 554: Dev<const T> inherits a conversion to itself
+    echo "-std=c++20 -O3 -fmad=false -diag-suppress 554 -lineinfo -Xptxas -v -Werror all-warnings -Iinclude -Inative --threads 1"
+    echo "-Xcompiler -fPIC,-fvisibility=hidden,-ffp-contract=off,-pthread,-Wall,-Wextra,-ffile-prefix-map=$root=."
+}
+compile_cuda() { # $1 source, $2 object
+    # shellcheck disable=SC2046
+    "$NVCC" $(nvcc_flags) -DKD_CUDA_ARCHS="\"$(printf ' sm_%s' "${archs[@]}" | cut -c2-)\"" \
+        -c "$1" -o "$2.tmp" -MMD -MF "$2.d" >"$2.ptxas" 2>&1 || { grep -v '^ptxas info' "$2.ptxas" >&2; return 1; }
+    sed -i "s#^[^:]*:#$2:#" "$2.d"
+    mv "$2.tmp" "$2"
 }
 compile_all() { # sources; at most $jobs at once, the first failure ends it
     local pids=() source
@@ -51,17 +81,44 @@ link() { # library, what it exports, sources...
         # -fvisibility=hidden does not reach the templates of the standard library: the version script does
         echo "{ $exports };" >"$lib.map"
         "$CXX" -shared -pthread ${more[@]+"${more[@]}"} -Wl,-z,relro,-z,now "-Wl,-soname,$(basename "$lib")" \
-            "-Wl,--version-script,$lib.map" -o "$lib.tmp" "${objects[@]}" -Wl,--no-undefined && mv "$lib.tmp" "$lib"
+            "-Wl,--version-script,$lib.map" -o "$lib.tmp" "${objects[@]}" ${libraries[@]+"${libraries[@]}"} \
+            -Wl,--no-undefined && mv "$lib.tmp" "$lib"
     fi
 }
 
-mapfile -t sources < <(find native -name '*.cpp' -not -name 'probe*' -not -path 'native/cuda/*' | sort)
-mapfile -t probes < <(find native -name 'probe*.cpp' | sort)
+find_nvcc() {
+    NVCC=${NVCC:-$(command -v nvcc || true)}
+    [ -n "$NVCC" ] || { echo "build/make.sh: no CUDA compiler (nvcc) here, so the CUDA twin is not built; the CPU twin needs none" >&2; exit 69; }
+    cudart=$("$NVCC" --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#\$ TOP=//p') # nvcc may be a script that calls another
+}
+link_cuda() { # library, what it exports, sources...
+    local stamp="$out/$(basename "$1").archs"
+    [ "$(cat "$stamp" 2>/dev/null)" = "${archs[*]}" ] || { rm -f "$1"; echo "${archs[*]}" >"$stamp"; }
+    for folder in lib64 lib targets/x86_64-linux/lib; do
+        [ ! -e "$cudart/$folder/libcudart_static.a" ] || libraries=("$cudart/$folder/libcudart_static.a" -ldl -lrt)
+    done
+    [ ${#libraries[@]} -gt 0 ] || { echo "build/make.sh: no libcudart_static.a under $cudart: install the CUDA runtime's development files" >&2; exit 69; }
+    link "$@"
+}
+
+libraries=()
+mapfile -t pages < <(find native -name '*.cpp' -not -name 'probe*' -not -path 'native/cpu/*' -not -path 'native/cuda/*' | sort)
+mapfile -t cpu < <(find native/cpu -name '*.cpp' -not -name 'probe*' | sort)
+mapfile -t cuda < <(find native/cuda -maxdepth 1 -name '*.cu' -not -name 'probe*' | sort)
+mapfile -t probes < <(find native -maxdepth 1 -name 'probe*.cpp' | sort)
+mapfile -t cpu_probes < <(find native/cpu -name 'probe*.cpp' | sort)
+mapfile -t cuda_probes < <(find native/cuda -maxdepth 1 -name 'probe*.cu' | sort)
 for target in "${@:-cpu}"; do
+    libraries=()
     case $target in
-        cpu) compile_all "${sources[@]}"; link "$out/libkd_cpu.so" "global: kd_*; local: *;" "${sources[@]}" ;;
-        test) compile_all "${sources[@]}" "${probes[@]}"
-              link "$out/libkd_cpu_test.so" "global: *;" "${sources[@]}" "${probes[@]}" ;;
-        *) echo "build/make.sh: no target '$target' (cpu, test)" >&2; exit 64 ;;
+        cpu) compile_all "${pages[@]}" "${cpu[@]}"
+             link "$out/libkd_cpu.so" "global: kd_*; local: *;" "${pages[@]}" "${cpu[@]}" ;;
+        test) compile_all "${pages[@]}" "${cpu[@]}" "${probes[@]}" "${cpu_probes[@]}"
+              link "$out/libkd_cpu_test.so" "global: *;" "${pages[@]}" "${cpu[@]}" "${probes[@]}" "${cpu_probes[@]}" ;;
+        cuda) find_nvcc; compile_all "${pages[@]}" "${cuda[@]}"
+              link_cuda "$out/libkd_cuda.so" "global: kd_*; local: *;" "${pages[@]}" "${cuda[@]}" ;;
+        cuda-test) find_nvcc; compile_all "${pages[@]}" "${cuda[@]}" "${probes[@]}" "${cuda_probes[@]}"
+                   link_cuda "$out/libkd_cuda_test.so" "global: *;" "${pages[@]}" "${cuda[@]}" "${probes[@]}" "${cuda_probes[@]}" ;;
+        *) echo "build/make.sh: no target '$target' (cpu, test, cuda, cuda-test)" >&2; exit 64 ;;
     esac
 done

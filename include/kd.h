@@ -113,13 +113,13 @@ typedef struct kd_options {
     int32_t isa;                    /* KD_ISA_*; KD_E_DEVICE if this machine lacks it                                 */
     int32_t max_streams;            /* requests decoding at once, <= KD_MAX_STREAMS; 0 = 64                           */
     int32_t max_queue;              /* requests waiting, <= KD_MAX_QUEUE; 0 = 512                                     */
-    int32_t max_rows;               /* rows of one round over all streams; 0 = 1,024; >= max_streams                  */
+    int32_t max_rows;               /* rows of one round over all streams; 0 = 1,024 (CPU) or 640 (CUDA); >= max_streams */
     int32_t max_nodes;              /* largest budget a builder may be given, <= KD_MAX_NODES; 0 = 64                 */
     int32_t prefill_chunk;          /* prompt tokens of one step, 1..max_rows; 0 = 256                                */
     int32_t prefix_cache;           /* 0 = on, 1 = off                                                                */
     uint64_t kv_bytes;              /* memory for the KV cache of one rank, drafter included; 0 = 128 MiB             */
     uint32_t slow_reader_timeout_ms;/* a request without credit for so long is cancelled; 0 = 30,000                  */
-    uint32_t reserved0;
+    int32_t share_devices;          /* 1 = several ranks may share a GPU (for tests); 0 = KD_E_DEVICE if tp is more        */
 } kd_options;
 
 /* Open an engine: starts its threads, loads nothing. On success *engine is the caller's, to be given to kd_close.
@@ -151,7 +151,8 @@ typedef struct kd_load_options {
 } kd_load_options;
 
 /* Start loading a Hugging Face model folder; returns at once (KD_E_EXISTS if a model is there, KD_E_BUSY if a load is
- * under way). `options` may be NULL; its arrays are copied. The end comes as KD_EVENT_LOAD; kd_load_wait waits. [any] */
+ * under way). `options` may be NULL; its arrays are copied. The end comes as KD_EVENT_LOAD (of
+ * ends that nobody polls the first 32 are kept); kd_load_wait waits. [any] */
 int32_t kd_load(kd_engine *engine, const char *path, const kd_load_options *options);
 
 /* Wait until the load has ended: KD_OK, what went wrong (sentence in kd_last_error), or KD_E_TIMEOUT. [any] */
@@ -237,7 +238,7 @@ typedef struct kd_stats {
     uint64_t prefill_us;        /* wall time in prefill steps                                                         */
     uint64_t draft_us;
     uint64_t build_us;
-    uint64_t verify_us;         /* forward, sample, accept, commit                                                    */
+    uint64_t verify_us;         /* forward, sample, accept, commit; all of a round whose trees are built on the device */
     uint64_t emit_us;
     uint64_t builder_failures;  /* rounds decoded without a tree since the builder failed                             */
 } kd_stats;

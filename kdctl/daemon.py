@@ -133,8 +133,10 @@ def _start(
     config, paths = _paths(settings, flags, config_file)
     from kd import config as configuration
 
-    settings.endpoint = settings.endpoint or config.server.serve or f"ipc://{paths.serve}"
-    settings.control = settings.control or config.server.control or f"ipc://{paths.control}"
+    if config.server.serve or config.server.control or paths.dir != configuration.find(settings.instance).dir:
+        # Where nobody would look for it: this command, and what it tells to type, must name the place.
+        settings.endpoint = settings.endpoint or config.server.serve or f"ipc://{paths.serve}"
+        settings.control = settings.control or config.server.control or f"ipc://{paths.control}"
     pid = _owner(settings)
     if pid is not None:
         raise Failure(
@@ -170,7 +172,7 @@ _START = [
     click.option(
         "--config",
         "config_file",
-        type=click.Path(exists=True, dir_okay=False, resolve_path=True),
+        type=click.Path(readable=False, resolve_path=True),  # what is wrong with it the configuration's reader says
         help="Configuration file instead of /etc/kd/kd.toml.",
     ),
     click.option("--set", "options", multiple=True, metavar="KEY=VALUE", help="Any setting, e.g. engine.threads=8."),

@@ -116,7 +116,11 @@ def _show(settings: Settings, max_tokens: int, budget: int) -> dict[str, Any]:
     client = settings.client()
     human = settings.output == "table"
     info = client.hello()["model"]
-    stream = client.stream(PROMPT, max_tokens=max_tokens, builder="heap", budget=budget)
+    choice = client.status()["daemon"]["builder_choice"]
+    trees = ("heap", budget)
+    if not budget and choice and choice["builder"] != "none":
+        trees = (choice["builder"], choice["budget"])
+    stream = client.stream(PROMPT, max_tokens=max_tokens)  # with the builder that was chosen
     if human:
         click.echo(f"\n{PROMPT}", nl=False)
     for chunk in stream:
@@ -125,28 +129,43 @@ def _show(settings: Settings, max_tokens: int, budget: int) -> dict[str, Any]:
             sys.stdout.flush()
     if human:
         click.echo("\n")
-    runs = [measure(client, "none", 0, max_tokens), measure(client, "heap", budget, max_tokens)]
+    runs = [measure(client, "none", 0, max_tokens), measure(client, *trees, max_tokens)]
     difference = None
-    for i, (plain, trees) in enumerate(zip(runs[0]["results"], runs[1]["results"], strict=True)):
-        difference = difference or first_difference(trees, plain)
+    for i, (plain, drafted) in enumerate(zip(runs[0]["results"], runs[1]["results"], strict=True)):
+        difference = difference or first_difference(drafted, plain)
         if difference and "prompt" not in difference:
             difference["prompt"] = i
     for run in runs:
         del run["results"]
     if human:
-        _report(settings, info, runs, difference)
+        _report(settings, info, runs, choice, difference)
     return {
         "model": info["name"],
         "text": PROMPT + stream.result.text,
         "runs": runs,
+        "builder_choice": choice,
         "bits_equal": difference is None,
         "difference": difference,
         "device": "cpu",
     }
 
 
-def _report(settings: Settings, info: dict[str, Any], runs: list[dict[str, Any]], difference: Any) -> None:
-    names = {"none": "plain (none)", "heap": "DDTree (heap)"}
+def _chosen(choice: dict[str, Any] | None) -> str:
+    """Which builder the daemon uses when nobody names one, and the figures it knows that from."""
+    if not choice:
+        return "as configured"
+    label = f"{choice['builder']} {choice['budget'] or ''}".strip()
+    if not choice["measured"]:
+        return f"{label}: {choice['reason']}"
+    rates = sorted(choice["measured"], key=lambda m: -m["tokens_per_s"])
+    said = ", ".join(f"{m['builder']} {m['budget'] or ''}".strip() + f" {m['tokens_per_s']:.0f}" for m in rates)
+    return f"{label}, the fastest at warm-up (tokens/s: {said})"
+
+
+def _report(
+    settings: Settings, info: dict[str, Any], runs: list[dict[str, Any]], choice: dict[str, Any] | None, difference: Any
+) -> None:
+    names = {"none": "plain (none)", "chain": "chain", "heap": "DDTree (heap)"}
     table(
         ("decoding", "tokens/s", "tokens/round", "rows/round", "rounds"),
         [
@@ -163,6 +182,7 @@ def _report(settings: Settings, info: dict[str, Any], runs: list[dict[str, Any]]
                 if difference is None
                 else settings.paint("NO", "red"),
             ),
+            ("chosen", _chosen(choice)),
             ("model", f"{info['name']}, {info['parameters'] / 1e6:.1f} M parameters, INT4 experts"),
             ("machine", "the CPU twin: no GPU is used and none is needed for this"),
         ]

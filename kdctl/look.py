@@ -25,6 +25,14 @@ def progress_text(load: dict[str, Any] | None) -> str | None:
     return f"{load['phase']} {load['percent']:.0f} % of {bytes_text(load['bytes_total'])}"
 
 
+def builder_text(stats: dict[str, Any], choice: dict[str, Any] | None) -> str | None:
+    if not stats.get("builder"):
+        return None
+    text = f"{stats['builder']}, budget {stats['builder_budget']}" if stats["builder_budget"] else stats["builder"]
+    measured = choice["measured"] if choice else ()
+    return text + (f" (the fastest of {len(measured)} measured when the model was loaded)" if measured else "")
+
+
 @command()
 @click.pass_obj
 def status(settings: Settings) -> None:
@@ -52,7 +60,7 @@ def status(settings: Settings) -> None:
                     if model
                     else "none",
                 ),
-                ("builder", f"{stats['builder']}, budget {stats['builder_budget']}" if stats.get("builder") else None),
+                ("builder", builder_text(stats, about.get("builder_choice"))),
                 (
                     "requests",
                     f"{about['open_requests']} open, {stats.get('streams', 0)} decoding, "

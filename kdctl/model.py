@@ -25,7 +25,7 @@ class ProgressLine:
         if self._tty:
             click.echo(f"\r\x1b[Kloading: {text}", nl=False, err=True)
             self._last = text
-        elif load["phase"] != self._last:
+        elif load["phase"] not in ("open", self._last):  # what fails fails while it is opened, and says so itself
             click.echo(f"loading: {text}", err=True)
             self._last = load["phase"]
 

@@ -17,7 +17,7 @@ def config() -> None:
 
 @command()
 @click.argument("keys", nargs=-1, metavar="[KEY]...")
-@click.option("--config", "file", type=click.Path(exists=True, dir_okay=False), help="Instead of /etc/kd/kd.toml.")
+@click.option("--config", "file", type=click.Path(readable=False), help="Instead of /etc/kd/kd.toml.")
 @click.pass_obj
 def show(settings: Settings, keys: tuple[str, ...], file: str | None) -> None:
     """Every setting, its value and the place it comes from; or only the KEYs."""
@@ -47,7 +47,7 @@ def _toml(value: Any) -> str:
 
 
 @command()
-@click.argument("file", type=click.Path(exists=True, dir_okay=False))
+@click.argument("file", type=click.Path(readable=False))
 @click.pass_obj
 def validate(settings: Settings, file: str) -> None:
     """Is FILE a configuration the daemon can start with? Exits with 78 if not, as the daemon would."""

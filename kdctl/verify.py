@@ -62,7 +62,7 @@ def first_difference(a: Any, b: Any) -> dict[str, Any] | None:
 @click.option("--prompt", multiple=True, help="What to decode; may be given again (default: three built in).")
 @click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Of each.")
 @click.option("--temperature", type=click.FloatRange(0, 100), default=0.0, show_default=True, help="0: argmax.")
-@click.option("--builder", help="Compare with this one (default: the builder in force).")
+@click.option("--builder", help="Compare with this one (default: the builder in force; heap if that is none).")
 @click.option("--budget", type=click.IntRange(0), default=0, help=BUDGET_HELP + "; needs --builder.")
 @click.option("--streams", type=click.IntRange(0, 16), default=2, show_default=True, help="Other requests meanwhile.")
 @click.pass_obj
@@ -90,6 +90,8 @@ def verify(
     fixed = {"max_tokens": max_tokens, "temperature": temperature, "seed": 1, "hash_logits": True, "ignore_eos": True}
     tokens = rounds = 0
     difference = None
+    if builder is None and model and model["draft_layers"] and client.status()["stats"]["builder"] == "none":
+        builder = "heap"  # plain decoding beside itself would prove little
     try:
         for i, one in enumerate(prompts):
             trees = client.generate(one, builder=builder, budget=budget, **fixed)

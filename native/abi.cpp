@@ -76,6 +76,9 @@ kd::Options read_options(const kd_options* from) {
         fail(KD_E_INVALID, "kd_options.prefix_cache is %d: 0 (on) or 1 (off)", c.prefix_cache);
     o.prefix_cache = c.prefix_cache == 0;
     if (c.kv_bytes) o.kv_bytes = c.kv_bytes;
+    if (c.share_devices != 0 && c.share_devices != 1)
+        fail(KD_E_INVALID, "kd_options.share_devices is %d: 0 (off) or 1 (on)", c.share_devices);
+    o.share_devices = c.share_devices == 1;
     if (c.slow_reader_timeout_ms) o.slow_reader_timeout_ms = c.slow_reader_timeout_ms;
     return o;
 }
@@ -210,12 +213,13 @@ int32_t kd_load(kd_engine* engine, const char* path, const kd_load_options* opti
     return guard([&] {
         kd::Engine& e = open(engine);
         kd::LoadPlan plan;
-        required(path, "path");
+        if (!required(path, "path")) fail(KD_E_INVALID, "path is empty: give the model's folder");
         plan.path = path;
         if (options) {
             const kd_load_options c = read_struct(options, "kd_load_options");
             if (c.draft < 0 || c.draft > 2) fail(KD_E_INVALID, "kd_load_options.draft is %d: 0, 1 or 2", c.draft);
-            if (c.draft == 2) required(c.draft_path, "kd_load_options.draft_path");
+            if (c.draft == 2 && !required(c.draft_path, "kd_load_options.draft_path"))
+                fail(KD_E_INVALID, "kd_load_options.draft_path is empty: give the drafter's folder");
             plan.draft.mode = kd::model::DraftChoice::Mode(c.draft);
             if (c.draft == 2) plan.draft.path = c.draft_path;
             if (c.n_tokens) {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <bit>
+#include <functional>
 #include <memory>
 #include <type_traits>
 
@@ -16,6 +17,7 @@ struct Options {
     int tp = 1;
     int threads = 0;  // compute threads over all ranks; 0 = the cores this process may use
     int isa = KD_ISA_AUTO;
+    bool share_devices = false;  // more ranks than GPUs; the CPU twin shares its cores anyway
 };
 
 class Context;  // one rank's
@@ -36,6 +38,10 @@ const char* built_isas();                  // what this library was compiled for
 const char* isa_name(const Group& group);  // e.g. "avx512"
 int thread_count(const Group& group);
 size_t act_bytes();
+// Bytes this process has in use where the group's ranks have their memory.
+uint64_t memory_used(const Group& group);
+int most_rows();                // of one round, unless asked otherwise
+const char* default_builder();  // of a model with a drafter
 
 // Zeroed memory of the bound rank, touched only when written; throws Error(KD_E_NOMEM). 64-byte aligned.
 void* alloc(size_t bytes);
@@ -48,8 +54,18 @@ template <class T>
 Dev<T> alloc_array(size_t n) {
     return Dev<T>(static_cast<T*>(alloc(n * sizeof(T))));
 }
-Rows alloc_rows(size_t n_rows, int width);  // stride = width
+Rows alloc_rows(size_t n_rows, int width);  // stride >= width, so that a backend can align rows
 void release_rows(Rows rows);
+
+// A count that an operation of this step has written, as a number where the backend knows it by then (CPU), else as it is.
+Count known(Count count);
+
+// Run `body`, the device work of a step, on the bound rank. What it does must depend on `key` and on data alone: a backend may
+// record it and run the record the next time. It may not copy between host and device.
+void replay(uint64_t key, const std::function<void()>& body);
+
+// Drop what the bound rank has recorded: for when the memory it was recorded with goes.
+void forget();
 
 // Elements. A Dev is its address and nothing else, so it passes as the void* of the functions above.
 template <class T>

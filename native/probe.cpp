@@ -75,6 +75,12 @@ Dev<float> own_logits(Rig& rig, const float* logits, int n_rows, const Shape& s)
     return rig.in(own.data(), own.size() - 1);
 }
 
+Experts experts(Dev<const uint32_t> gate_up_q, Dev<const uint16_t> gate_up_s, Dev<const uint32_t> down_q,
+                Dev<const uint16_t> down_s, int count, const Shape& s) {
+    const int hidden = s.hidden, inter = s.moe_inter_rank;
+    return {{gate_up_q, gate_up_s, 2 * inter, hidden}, {down_q, down_s, hidden, inter}, count};
+}
+
 Trees trees(Rig& rig, const kd_probe_trees* t, const View& v) {
     return {rig.in(t->first_row, v.n_streams + 1), rig.in(t->parent, v.n_rows)};
 }
@@ -143,9 +149,8 @@ int32_t kd_probe_linear(const kd_probe_device* d, float* y, const float* x, cons
 int32_t kd_probe_logits(const kd_probe_device* d, float* y, const float* x, const uint16_t* w, int32_t n_rows,
                         int32_t n, int32_t k) {
     return run("logits", d, [&](Rig& rig) {
-        const Rows to = rig.out(y, n_rows, n);
-        ops::logits(Dev<float>(static_cast<float*>(to.p)) + to.offset, to.stride, rig.in(x, n_rows, k),
-                    rig.mat(w, n, k), n_rows);
+        const Rig::Floats to = rig.out_floats(y, n_rows, n);
+        ops::logits(to.p, to.stride, rig.in(x, n_rows, k), rig.mat(w, n, k), n_rows);
     });
 }
 
@@ -208,17 +213,27 @@ int32_t kd_probe_route(const kd_probe_device* d, int32_t* expert, float* weight,
     });
 }
 
+int32_t kd_probe_pack_experts(const kd_probe_device* d, uint32_t* gate_up_q, uint16_t* gate_up_s, uint32_t* down_q,
+                              uint16_t* down_s, int32_t count, const kd_probe_shape* p) {
+    return run("pack_experts", d, [&](Rig& rig) {
+        const Shape s = shape(p);
+        const size_t weights = static_cast<size_t>(count) * s.hidden * s.moe_inter_rank;
+        ops::pack_experts(experts(rig.inout(gate_up_q, 2 * weights / 8), rig.inout(gate_up_s, 2 * weights / 32),
+                                  rig.inout(down_q, weights / 8), rig.inout(down_s, weights / 32), count, s));
+    });
+}
+
 int32_t kd_probe_moe(const kd_probe_device* d, float* y, const float* h, const int32_t* expert, const float* weight,
                      const uint32_t* gate_up_q, const uint16_t* gate_up_s, const uint32_t* down_q,
                      const uint16_t* down_s, int32_t count, int32_t n_rows, const kd_probe_shape* p) {
     return run("moe", d, [&](Rig& rig) {
         const Shape s = shape(p);
         const size_t n = static_cast<size_t>(n_rows) * s.experts_per_token;
-        const int both = 2 * s.moe_inter_rank;
-        Experts w{rig.w4(gate_up_q, gate_up_s, count * both, s.hidden),
-                  rig.w4(down_q, down_s, count * s.hidden, s.moe_inter_rank), count};
-        w.gate_up.n = both;  // of one expert
-        w.down.n = s.hidden;
+        const size_t weights = static_cast<size_t>(count) * s.hidden * s.moe_inter_rank;
+        const Experts w = experts(rig.in_const(gate_up_q, 2 * weights / 8), rig.in_const(gate_up_s, 2 * weights / 32),
+                                  rig.in_const(down_q, weights / 8), rig.in_const(down_s, weights / 32), count, s);
+        ops::pack_experts(w);
+        rig.settle();
         ops::moe(rig.inout(y, n_rows, s.hidden), rig.in(h, n_rows, s.hidden), rig.in(expert, n), rig.in(weight, n), w,
                  n_rows, s);
     });
@@ -277,6 +292,18 @@ int32_t kd_probe_sample(const kd_probe_device* d, int32_t* token, uint64_t* hash
         const Choice out{rig.out(token, v->n_out), rig.out(hash, v->n_out), rig.out(logprob, v->n_out)};
         ops::sample(out, own_logits(rig, logits, v->n_out, s),
                     rig.in_const(reinterpret_cast<const Sampling*>(sampling), v->n_streams), rig.view(v), s);
+    });
+}
+
+int32_t kd_probe_tree_build(const kd_probe_device* d, int32_t* n, int32_t* node_token, int32_t* node_parent,
+                            const int32_t* token, const float* logprob, const int32_t* row, const int32_t* depths,
+                            const int32_t* budget, int32_t n_streams, int32_t rows, int32_t width, int32_t stride) {
+    return run("tree_build", d, [&](Rig& rig) {
+        const size_t streams = static_cast<size_t>(n_streams), nodes = streams * stride,
+                     table = static_cast<size_t>(rows) * width;
+        ops::tree_build({rig.out(n, streams), rig.out(node_token, nodes), rig.out(node_parent, nodes), stride},
+                        rig.in(token, table), rig.in(logprob, table), {rig.in(row, streams), rig.in(depths, streams)},
+                        rig.in(budget, streams), n_streams, width);
     });
 }
 

@@ -1,4 +1,4 @@
-/* Test-only entry points: one for each operation of ops.h. Linked into libkd_cpu_test.so, never into a release.
+/* Test-only entry points: one for each operation of ops.h. Linked into the test libraries, never into a release.
  *
  * A probe takes host arrays, dense and row-major, runs the operation once on every rank of a group and brings the results
  * back. It puts each array into device memory in an awkward place: rows at an odd offset and stride with NaN around them,
@@ -21,6 +21,7 @@ extern "C" {
 
 typedef struct kd_probe_device {
     int32_t tp, threads, isa;
+    int32_t aligned; /* rows at multiples of 16 bytes, else nowhere in particular */
 } kd_probe_device;
 
 /* native/types.h Shape, in its order */
@@ -97,6 +98,11 @@ int32_t kd_probe_mla_value(const kd_probe_device*, float* o, const float* o_lat,
                            const kd_probe_shape*);
 int32_t kd_probe_route(const kd_probe_device*, int32_t* expert, float* weight, const float* h, const float* router,
                        const float* bias, int32_t n_rows, const kd_probe_shape*);
+/* In place: gate_up_q [count][2 * moe_inter_rank][hidden / 8], gate_up_s [..][hidden / 32], down_q [count][hidden]
+ * [moe_inter_rank / 8], down_s [..][moe_inter_rank / 32] */
+int32_t kd_probe_pack_experts(const kd_probe_device*, uint32_t* gate_up_q, uint16_t* gate_up_s, uint32_t* down_q,
+                              uint16_t* down_s, int32_t count, const kd_probe_shape*);
+/* Packs the experts first. */
 int32_t kd_probe_moe(const kd_probe_device*, float* y, const float* h, const int32_t* expert, const float* weight,
                      const uint32_t* gate_up_q, const uint16_t* gate_up_s, const uint32_t* down_q,
                      const uint16_t* down_s, int32_t count, int32_t n_rows, const kd_probe_shape*);
@@ -113,6 +119,10 @@ int32_t kd_probe_top_logprobs(const kd_probe_device*, int32_t* id, float* logpro
 /* logits [n_out][vocab], dealt out likewise; sampling [n_streams] */
 int32_t kd_probe_sample(const kd_probe_device*, int32_t* token, uint64_t* hash, float* logprob, const float* logits,
                         const kd_probe_sampling*, const kd_probe_view*, int32_t vocab);
+/* node_token, node_parent [n_streams][stride]; token, logprob [rows][width]; row, depths, budget [n_streams] */
+int32_t kd_probe_tree_build(const kd_probe_device*, int32_t* n, int32_t* node_token, int32_t* node_parent,
+                            const int32_t* token, const float* logprob, const int32_t* row, const int32_t* depths,
+                            const int32_t* budget, int32_t n_streams, int32_t rows, int32_t width, int32_t stride);
 int32_t kd_probe_tree_accept(const kd_probe_device*, int32_t* n, int32_t* node, const kd_probe_trees*,
                              const int32_t* choice_token, const kd_probe_view*);
 int32_t kd_probe_kv_commit(const kd_probe_device*, float* kv, const kd_probe_kept*, const kd_probe_trees*,
@@ -120,6 +130,31 @@ int32_t kd_probe_kv_commit(const kd_probe_device*, float* kv, const kd_probe_kep
 int32_t kd_probe_keep_taps(const kd_probe_device*, float* ring, const float* taps, const int32_t* ring_slot,
                            const kd_probe_kept*, const kd_probe_trees*, const kd_probe_view*, int32_t ring_rows,
                            int32_t ring_slots, int32_t width);
+
+/* A round's rows. What is written is given as arrays of the most there could be; the first counts[0] (rows) or counts[1]
+ * (out_row) are meant. The streams' arrays are as they were before. */
+typedef struct kd_probe_streams {
+    int32_t n, max_pages;
+    const int32_t *slot, *start, *draft_start, *root, *left, *budget, *page_table;
+} kd_probe_streams;
+
+typedef struct kd_probe_rows {
+    int32_t most, most_out;
+    int32_t *counts, *token, *position, *stream, *slot, *prefix, *out_row;
+    uint64_t* mask;
+} kd_probe_rows;
+
+int32_t kd_probe_plan_context(const kd_probe_device*, const kd_probe_rows*, int32_t* draft_start, int32_t* ring_row,
+                              const kd_probe_streams*, int32_t ring_rows);
+int32_t kd_probe_plan_draft(const kd_probe_device*, const kd_probe_rows*, int32_t* row, int32_t* depths,
+                            const kd_probe_streams*, int32_t block, int32_t mask_token, int32_t max_positions);
+int32_t kd_probe_plan_verify(const kd_probe_device*, const kd_probe_rows*, int32_t* first_row, int32_t* parent,
+                             const kd_probe_streams*, const int32_t* nodes, const int32_t* token,
+                             const int32_t* node_parent, int32_t stride);
+int32_t kd_probe_end_round(const kd_probe_device*, int32_t* n, int32_t* nodes, int32_t* token, uint64_t* hash,
+                           float* logprob, int32_t* start, int32_t* root, int32_t* left, const kd_probe_streams*,
+                           const kd_probe_trees*, const kd_probe_kept*, const int32_t* choice_token,
+                           const uint64_t* choice_hash, const float* choice_logprob, int32_t n_rows);
 
 /* ---- trees (native/tree/registry.h) ------------------------------------------------------------------------------- */
 

@@ -24,6 +24,13 @@ int32_t remember(const Error& e) {
     return e.status;
 }
 
+// Nearest, ties to even; NaN stays NaN.
+uint16_t to_bf16(float value) {
+    const uint32_t bits = std::bit_cast<uint32_t>(value);
+    if ((bits & 0x7FFFFFFF) > 0x7F800000) return static_cast<uint16_t>(bits >> 16 | 1);
+    return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
 }  // namespace
 
 Rig::~Rig() {
@@ -53,14 +60,49 @@ void* Rig::place(void* host, size_t begin, size_t stride, size_t piece, size_t p
     return buffers_.back().device;
 }
 
+Rig::Place Rig::place_of(int width) const {
+    if (!aligned_) return {5, width + 7};
+    return {8, (width + 7) / 8 * 8 + 8};
+}
+
 Rows Rig::rows(float* host, int n_rows, int width, bool read, bool written) {
-    constexpr int offset = 5, spare_columns = 7, spare_rows = 2;
-    const int stride = width + spare_columns;
-    const uint32_t poison = read ? kSignalling : 0xAAAAAAAA;
+    constexpr int spare_rows = 2;
+    const auto [offset, stride] = place_of(width);
+    const size_t size = device::act_bytes(), values = static_cast<size_t>(n_rows) * width;
+    std::vector<uint16_t> narrow;
+    void* from = host;
+    if (size == sizeof(uint16_t)) {
+        narrow.resize(values);
+        for (size_t i = 0; i < values && read; i++) narrow[i] = to_bf16(host[i]);
+        from = narrow.data();
+    }
+    const uint32_t poison = !read ? 0xAAAAAAAA : size == sizeof(kSignallingAct) ? kSignallingAct : kSignalling;
+    void* p = place(from, offset * size, stride * size, width * size, n_rows,
+                    static_cast<size_t>(n_rows + spare_rows) * stride * size, &poison, size, read, written);
+    buffers_.back().act = size == sizeof(uint16_t);
+    buffers_.back().host = written ? host : nullptr;
+    return {p, stride, offset};
+}
+
+Rig::Floats Rig::out_floats(float* host, int n_rows, int width) {
+    constexpr int spare_rows = 2;
+    const auto [offset, stride] = place_of(width);
+    const uint32_t poison = 0xAAAAAAAA;
     void* p =
         place(host, offset * sizeof(float), stride * sizeof(float), width * sizeof(float), n_rows,
-              static_cast<size_t>(n_rows + spare_rows) * stride * sizeof(float), &poison, sizeof poison, read, written);
-    return {p, stride, offset};
+              static_cast<size_t>(n_rows + spare_rows) * stride * sizeof(float), &poison, sizeof poison, false, true);
+    return {Dev<float>(static_cast<float*>(p) + offset), stride};
+}
+
+std::vector<char> Rig::widened(const std::vector<char>& acts) const {
+    std::vector<char> floats(acts.size() * 2);
+    for (size_t i = 0; i < acts.size() / 2; i++) {
+        uint16_t narrow;
+        std::memcpy(&narrow, &acts[2 * i], sizeof narrow);
+        const uint32_t wide = static_cast<uint32_t>(narrow) << 16;
+        std::memcpy(&floats[4 * i], &wide, sizeof wide);
+    }
+    return floats;
 }
 
 Rope Rig::rope(const kd_probe_rope* r) {
@@ -85,6 +127,10 @@ View Rig::view(const kd_probe_view* v) {
     return to;
 }
 
+void Rig::settle() {
+    for (Buffer& b : buffers_) device::download(b.image.data(), b.device, b.image.size());
+}
+
 void Rig::finish(const char* name) {
     for (const Buffer& b : buffers_) {
         std::vector<char> now(b.image.size());
@@ -97,6 +143,7 @@ void Rig::finish(const char* name) {
                 result.bytes.insert(result.bytes.end(), from, from + b.piece);
                 std::memcpy(&expected[b.begin + i * b.stride], from, b.piece);
             }
+            if (b.act) result.bytes = widened(result.bytes);
             results.push_back(std::move(result));
         }
         for (size_t i = 0; i < now.size(); i++) {
@@ -113,7 +160,7 @@ int32_t run(const char* name, const kd_probe_device* d, const std::function<void
     {
         std::lock_guard lock(groups_mutex);
         auto& known = groups()[key];
-        if (!known) known = device::open_group({d->tp, d->threads, d->isa});
+        if (!known) known = device::open_group({d->tp, d->threads, d->isa, true});
         group = known;
     }
 
@@ -125,7 +172,7 @@ int32_t run(const char* name, const kd_probe_device* d, const std::function<void
         ranks.emplace_back([&, r] {
             try {
                 device::bind(device::context(*group, r));
-                Rig rig(r);
+                Rig rig(r, d->aligned != 0);
                 body(rig);
                 rig.finish(name);
                 results[r] = std::move(rig.results);

@@ -18,22 +18,32 @@ constexpr int32_t kWildIndex = 2147480000;  // an index that nobody may follow
 // Around values that are read: a signalling NaN. Whatever is computed from it is NaN with other bits, so that writing it back
 // does not go unnoticed. Around values that are only written, and in their place: 0xAA.
 constexpr uint32_t kSignalling = 0x7FA5DEAD;
+constexpr uint16_t kSignallingAct = 0x7FA5;  // of a two-byte Act
 
 // One rank's memory during a probe.
 class Rig {
   public:
-    explicit Rig(int rank) : rank(rank) {}
+    // With `aligned`, rows start at multiples of 16 bytes, as a model's mostly do; else nowhere in particular.
+    Rig(int rank, bool aligned) : rank(rank), aligned_(aligned) {}
     ~Rig();
     Rig(const Rig&) = delete;
     Rig& operator=(const Rig&) = delete;
 
     const int rank;
 
+    // Rows of Act; the host's floats are rounded to it and results are widened.
     Rows in(const float* host, int n_rows, int width) {
         return rows(const_cast<float*>(host), n_rows, width, true, false);
     }
     Rows out(float* host, int n_rows, int width) { return rows(host, n_rows, width, false, true); }
     Rows inout(float* host, int n_rows, int width) { return rows(host, n_rows, width, true, true); }
+
+    // Rows of fp32 that are only written: row r at p + r * stride.
+    struct Floats {
+        Dev<float> p;
+        int stride;
+    };
+    Floats out_floats(float* host, int n_rows, int width);
 
     // Arrays; a null `host` gives a null Dev.
     template <class T>
@@ -49,15 +59,15 @@ class Rig {
         return array(host, n, true, true);
     }
     Mat mat(const uint16_t* host, int n, int k) { return {in_const(host, static_cast<size_t>(n) * k), n, k}; }
-    W4 w4(const uint32_t* q, const uint16_t* s, int n, int k) {
-        return {in_const(q, static_cast<size_t>(n) * k / 8), in_const(s, static_cast<size_t>(n) * k / 32), n, k};
-    }
     template <class T>
     Dev<const T> in_const(const T* host, size_t n) {
         return Dev<const T>(static_cast<const T*>(std::bit_cast<void*>(in(host, n))));
     }
     Rope rope(const kd_probe_rope* r);
     View view(const kd_probe_view* v);
+
+    // What memory holds now was prepared, not computed: from here on it is what every array started from.
+    void settle();
 
     // After the operation: checks that only results were written and keeps these.
     void finish(const char* name);
@@ -74,7 +84,15 @@ class Rig {
         void* host = nullptr;                                 // where results go; nullptr: an input
         std::vector<char> image;                              // what was uploaded
         size_t begin = 0, stride = 0, piece = 0, pieces = 0;  // bytes of the values; the rest is guard
+        bool act = false;                                     // the host's values are float, the device's Act
     };
+
+    // A row's place among poison, in elements.
+    struct Place {
+        int offset, stride;
+    };
+    Place place_of(int width) const;
+    std::vector<char> widened(const std::vector<char>& acts) const;
 
     Rows rows(float* host, int n_rows, int width, bool read, bool written);
     // Puts values in the middle of poison.
@@ -94,6 +112,7 @@ class Rig {
         return Dev<T>(static_cast<T*>(p));
     }
 
+    const bool aligned_;
     std::vector<Buffer> buffers_;
 };
 

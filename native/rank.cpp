@@ -1,6 +1,7 @@
 #include "rank.h"
 
 #include <algorithm>
+#include <bit>
 
 namespace kd {
 
@@ -28,6 +29,7 @@ Rank::Rank(const Model& m, int index, const Limits& l) : model(&m), index(index)
     const Shape& s = m.shape;
     const DraftShape& d = m.draft;
     const int n_taps = int(d.taps.size());
+    device::forget();
     const size_t n = l.rows;
     try {
         const int inter = std::max({s.inter_rank, s.shared_inter_rank, d.inter_rank, 1});
@@ -69,17 +71,64 @@ Rank::Rank(const Model& m, int index, const Limits& l) : model(&m), index(index)
             *p = array<int32_t>(n);
         view.mask = array<uint64_t>(n * kMaskWords);
         view.page_table = array<int32_t>(size_t(l.streams) * l.pages_sequence);
-        ring_slot = array<int32_t>(l.streams);
+        counts = array<int32_t>(2);
+        round_in = array<int32_t>(RoundIn::words(l.streams));
+        round_out = array<char>(RoundOut(l.streams).bytes);
         sampling = array<Sampling>(l.streams);
         trees.first_row = array<int32_t>(l.streams + 1);
         choice.hash = array<uint64_t>(n);
         choice.logprob = array<float>(n);
         kept.n = array<int32_t>(l.streams);
-        kept.node = array<int32_t>(size_t(l.streams) * (KD_MAX_DEPTH + 1));
+        kept.node = array<int32_t>(size_t(l.streams) * kPath);
+        drafts.row = array<int32_t>(l.streams);
+        drafts.depths = array<int32_t>(l.streams);
+        nodes.n = array<int32_t>(l.streams);
+        nodes.token = array<int32_t>(size_t(l.streams) * l.tree_width);
+        nodes.parent = array<int32_t>(size_t(l.streams) * l.tree_width);
+        nodes.stride = l.tree_width;
+        point_into_blocks();
     } catch (...) {
         for (void* p : owned_) device::release(p);
         throw;
     }
+}
+
+void Rank::point_into_blocks() {
+    const int n = limits.streams;
+    const auto field = [&](RoundIn::Field f) { return round_in + RoundIn::at(f, n); };
+    streams.n = {n, round_in};
+    streams.max_pages = limits.pages_sequence;
+    streams.slot = field(RoundIn::slot);
+    streams.start = field(RoundIn::start);
+    streams.draft_start = field(RoundIn::draft_start);
+    streams.root = field(RoundIn::root);
+    streams.left = field(RoundIn::left);
+    streams.budget = field(RoundIn::budget);
+    streams.page_table = view.page_table;
+    const RoundOut out(n);
+    const auto part = [&]<class T>(Dev<T>& to, size_t at) { to = std::bit_cast<Dev<T>>(round_out + at); };
+    part(emitted.hash, out.hash);
+    part(emitted.token, out.token);
+    part(emitted.logprob, out.logprob);
+    part(emitted.n, out.n);
+    part(emitted.nodes, out.nodes);
+}
+
+View Rank::planned_view(int rows, int out) const {
+    View v;
+    v.n_rows = {rows, counts};
+    v.n_out = {out, counts + 1};
+    v.n_streams = streams.n;
+    v.max_pages = streams.max_pages;
+    v.token = view.token;
+    v.position = view.position;
+    v.stream = view.stream;
+    v.slot = view.slot;
+    v.prefix = view.prefix;
+    v.mask = view.mask;
+    v.page_table = view.page_table;
+    v.out_row = view.out_row;
+    return v;
 }
 
 Rank::~Rank() {

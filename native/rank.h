@@ -44,7 +44,28 @@ struct ViewArrays {
     Dev<uint64_t> mask;
 };
 
-constexpr int kTapRing = 64;  // tokens whose taps are kept until they are projected into drafter K/V
+constexpr int kTapRing = 64;             // tokens whose taps are kept until they are projected into drafter K/V
+constexpr int kPath = KD_MAX_DEPTH + 1;  // rows a round can keep of one sequence
+
+// What a round is told of its streams, and what it tells of them: one block each, so that each is one copy.
+struct RoundIn {
+    enum Field { slot, start, draft_start, root, left, budget, fields };
+    static size_t words(int streams) { return size_t(fields) * streams + 1; }
+    // Word 0 is the number of streams.
+    static size_t at(Field field, int streams) { return 1 + size_t(field) * streams; }
+};
+struct RoundOut {  // offsets in bytes
+    size_t hash, token, logprob, n, nodes, bytes;
+    explicit RoundOut(int streams) {
+        const size_t each = streams, path = each * kPath;
+        hash = 0;
+        token = hash + path * sizeof(uint64_t);
+        logprob = token + path * sizeof(int32_t);
+        n = logprob + path * sizeof(float);
+        nodes = n + each * sizeof(int32_t);
+        bytes = nodes + each * sizeof(int32_t);
+    }
+};
 
 struct Rank {
     const Model* model = nullptr;
@@ -56,11 +77,17 @@ struct Rank {
     Rows tap_ring;                       // [streams * kTapRing][taps * hidden]
     ViewArrays view;
     Dev<int32_t> from_row, to_row;  // of a copy [rows]
-    Dev<int32_t> ring_slot;         // [streams]
     Dev<Sampling> sampling;         // [streams]
+    Dev<int32_t> counts;            // rows and wanted rows of the view a plan_* has written
+    Dev<int32_t> round_in;          // RoundIn
+    Dev<char> round_out;            // RoundOut
+    Streams streams;                // into round_in
+    Nodes nodes;
+    Drafts drafts;
     Trees trees;
     Choice choice;
     Accepted kept;
+    Emitted emitted;           // into round_out
     Dev<int32_t> draft_token;  // [streams * depth][tree_width]
     Dev<float> draft_logprob;
 
@@ -69,11 +96,15 @@ struct Rank {
     Rank(const Rank&) = delete;
     Rank& operator=(const Rank&) = delete;
 
+    // The view that a plan_* fills: at most so many rows and wanted rows, of the streams of the round.
+    View planned_view(int rows, int out) const;
+
     // Bytes of one token over all pools.
     static uint64_t kv_bytes_token(const Model& model);
 
   private:
     std::vector<void*> owned_;
+    void point_into_blocks();
     Rows rows(size_t n, int width);
     template <class T>
     Dev<T> array(size_t n);

@@ -6,6 +6,8 @@
 #include "round.h"
 
 #include <algorithm>
+#include <cstring>
+#include <initializer_list>
 
 #include "engine/clock.h"
 #include "error.h"
@@ -14,8 +16,6 @@
 
 namespace kd {
 namespace {
-
-constexpr int kPath = KD_MAX_DEPTH + 1;  // rows a round can keep of one sequence
 
 int draft_depth(const Model& m) { return std::min(m.draft.depth(), int(KD_MAX_DEPTH)); }
 
@@ -28,75 +28,143 @@ bool drafts(const Stage& g, const Sequence& q) {
     return q.planting.budget > 0 && g.model().draft.layers > 0 && depth_left(g, q) > 0;
 }
 
-// Projects taps that wait in the rings into drafter K/V: all of the sequences that draft now, and of those whose ring could
-// overflow in this round. At most as many rows at once as a step may have.
-void project_taps(Stage& g, std::span<Sequence* const> batch) {
-    const int width = int(g.model().draft.taps.size()) * g.model().shape.hidden;
-    const int most = g.ranks[0]->limits.rows;
-    auto flush = [&] {
-        if (g.view.n_rows() == 0) return;
-        g.team.run([&](int i) {
-            Rank& r = *g.ranks[i];
-            const View v = g.view.upload(r);
-            device::upload(r.from_row, g.from_row.data(), g.from_row.size());
-            ops::copy_rows(r.act.draft_taps, {}, r.tap_ring, r.from_row, v.n_rows, width);
-            draft_context(r, r.act.draft_taps, v);
-        });
-        g.view.clear();
-        g.from_row.clear();
-    };
-    g.view.clear();
-    g.from_row.clear();
-    for (Sequence* q : batch) {
-        if (!drafts(g, *q) && q->start - q->draft_start <= kTapRing - kPath) continue;
-        if (q->draft_start == q->start) continue;
-        if (g.view.n_rows() + q->start - q->draft_start > most) flush();
-        const int stream = g.view.add_stream(q->pages);
-        for (int p = q->draft_start; p < q->start; p++) {
-            g.view.add_causal_row(q->tokens[p], p, stream);
-            g.from_row.push_back(q->slot * kTapRing + p % kTapRing);
-        }
-        q->draft_start = q->start;
+// ---- a rank's part ---------------------------------------------------------------------------------------------------
+//
+// What a round does on the device. How many rows there are is data that a plan_* has written; `most` is only room.
+
+// Largest sizes of a round: what is recorded once serves every round that fits.
+struct Room {
+    int streams, rows, width;
+    uint64_t key(int part) const {
+        return uint64_t(part) | uint64_t(streams) << 8 | uint64_t(rows) << 20 | uint64_t(width) << 40;
     }
-    flush();
+};
+
+Streams round_streams(const Rank& r, const Room& room) {
+    Streams streams = r.streams;
+    streams.n.most = room.streams;
+    streams.n = device::known(streams.n);
+    return streams;
 }
 
-// draft_block for the sequences that draft: table_token, table_logprob [drafting][depth][width]. Returns the width.
-int draft(Stage& g, std::span<Sequence* const> batch, StepCounts& counts) {
-    const Model& m = g.model();
-    if (m.draft.layers == 0) return 0;
-    project_taps(g, batch);
+// The view as the plan has left it.
+View settled(View v, const Streams& streams) {
+    v.n_rows = device::known(v.n_rows);
+    v.n_out = device::known(v.n_out);
+    v.n_streams = streams.n;
+    return v;
+}
 
-    const int depth = draft_depth(m);
-    int width = 0;
-    static constexpr uint64_t unused[kMaskWords] = {};
-    g.view.clear();
-    for (Sequence* q : batch) {
-        if (!drafts(g, *q)) continue;
-        width = std::max(width, q->planting.budget);
-        const int stream = g.view.add_stream(q->pages);
-        for (int j = 0; j < m.draft.block; j++) {
-            const int token = j == 0 ? q->tokens[q->start] : m.draft.mask_token;
-            const int position = std::min(q->start + j, m.shape.max_positions - 1);
-            const int row = g.view.add_row(token, position, stream, position, q->start, unused);
-            if (j >= 1 && j <= depth) g.view.want_logits(row);
-        }
+// Waiting taps -> drafter K/V.
+void context_part(Rank& r, const Room& room) {
+    const int width = int(r.model->draft.taps.size()) * r.model->shape.hidden;
+    const Streams streams = round_streams(r, room);
+    View v = r.planned_view(std::min(r.limits.rows, room.streams * kTapRing), 0);
+    ops::plan_context(v, r.counts, r.from_row, streams, kTapRing);
+    v = settled(v, streams);
+    ops::copy_rows(r.act.draft_taps, {}, r.tap_ring, r.from_row, v.n_rows, width);
+    draft_context(r, r.act.draft_taps, v);
+}
+
+// Root tokens -> the table of candidates.
+void draft_part(Rank& r, const Room& room) {
+    const DraftShape& d = r.model->draft;
+    const Streams streams = round_streams(r, room);
+    View v = r.planned_view(room.streams * d.block, room.streams * draft_depth(*r.model));
+    ops::plan_draft(v, r.counts, r.drafts, streams, d, r.model->shape);
+    draft_block(r, settled(v, streams), room.width);
+}
+
+// Trees -> the target's choice after every node, the path it takes, the cache moved along it, tokens.
+void verify_part(Rank& r, const Room& room) {
+    const Shape& s = r.model->shape;
+    const Streams streams = round_streams(r, room);
+    View v = r.planned_view(room.rows, room.rows);
+    ops::plan_verify(v, r.counts, r.trees, r.nodes, streams);
+    v = settled(v, streams);
+    forward(r, v);
+    ops::sample(r.choice, r.act.logits, r.sampling, v, s);
+    ops::tree_accept(r.kept, r.trees, r.choice, v);
+    for (Rows kv : r.kv) ops::kv_commit(kv, r.kept, r.trees, v, s.kv_row());
+    if (r.tap_ring.p)
+        ops::keep_taps(r.tap_ring, r.act.taps, streams.slot, r.kept, r.trees, v, kTapRing, r.tap_ring.stride);
+    ops::end_round(r.emitted, streams, r.trees, r.kept, r.choice);
+}
+
+// ---- the host's part -------------------------------------------------------------------------------------------------
+
+// Rounds are recorded for the smallest of these sizes that has room for them.
+int round_up(int n, std::initializer_list<int> sizes, int most) {
+    for (const int size : sizes)
+        if (n <= size && size <= most) return size;
+    return most;
+}
+
+// The largest budget for which all trees have at most max_rows rows together.
+int budget_cap(std::span<Sequence* const> batch, int max_rows) {
+    for (int cap = KD_MAX_NODES;; cap--) {
+        int rows = int(batch.size());
+        for (const Sequence* q : batch) rows += std::min(q->planting.budget, cap);
+        if (rows <= max_rows || cap == 0) return cap;
     }
-    if (g.view.n_rows() == 0) return 0;
-    width = std::min({width, m.shape.vocab, g.ranks[0]->limits.tree_width});
+}
+
+// What the ranks are told of the batch; no stream's budget is above `cap`.
+void tell(Stage& g, std::span<Sequence* const> batch, int cap) {
+    const Limits& l = g.ranks[0]->limits;
+    g.round_in[0] = int(batch.size());
+    g.sampling.clear();
+    for (size_t s = 0; s < batch.size(); s++) {
+        const Sequence& q = *batch[s];
+        const auto put = [&](RoundIn::Field f, int value) { g.round_in[RoundIn::at(f, l.streams) + s] = value; };
+        put(RoundIn::slot, q.slot);
+        put(RoundIn::start, q.start);
+        put(RoundIn::draft_start, q.draft_start);
+        put(RoundIn::root, q.tokens[q.start]);
+        put(RoundIn::left, q.max_tokens - q.generated());
+        put(RoundIn::budget, g.model().draft.layers ? std::min(q.planting.budget, cap) : 0);
+        std::copy(q.pages.begin(), q.pages.end(), &g.page_table[s * l.pages_sequence]);
+        g.sampling.push_back(q.sampling);
+    }
     g.team.run([&](int i) {
         Rank& r = *g.ranks[i];
-        draft_block(r, g.view.upload(r), width);
-        if (i != 0) return;
-        device::download(g.table_token.data(), r.draft_token, size_t(g.view.n_out()) * width);
-        device::download(g.table_logprob.data(), r.draft_logprob, size_t(g.view.n_out()) * width);
+        device::upload(r.round_in, g.round_in.data(), g.round_in.size());
+        device::upload(r.streams.page_table, g.page_table.data(), batch.size() * l.pages_sequence);
+        device::upload(r.sampling, g.sampling.data(), g.sampling.size());
     });
-    counts.draft_calls++;
-    return width;
 }
 
-// Trees for the whole batch: tree_in, tree_out [batch]; n = 0 where a sequence does not draft or its builder failed.
-void plant(Stage& g, std::span<Sequence* const> batch, int width, StepCounts& counts) {
+// Projects the taps of the sequences that draft now, and of those whose ring could overflow in this round.
+void project_taps(Stage& g, std::span<Sequence* const> batch, const Room& room) {
+    int waiting = 0;
+    for (Sequence* q : batch) {
+        if (!drafts(g, *q) && q->start - q->draft_start <= kTapRing - kPath) continue;
+        waiting += q->start - q->draft_start;
+        q->draft_start = q->start;
+    }
+    const int most = std::min(g.ranks[0]->limits.rows, room.streams * kTapRing);
+    for (; waiting > 0; waiting -= most)
+        g.team.run([&](int i) {
+            Rank& r = *g.ranks[i];
+            device::replay(room.key(0), [&] { context_part(r, room); });
+        });
+}
+
+// The tables of the sequences that draft: table_token, table_logprob [drafting][depth][width].
+void draft(Stage& g, int drafting, const Room& room) {
+    g.team.run([&](int i) {
+        Rank& r = *g.ranks[i];
+        device::replay(room.key(1), [&] { draft_part(r, room); });
+        if (i != 0) return;
+        const size_t n = size_t(drafting) * draft_depth(g.model()) * room.width;
+        device::download(g.table_token.data(), r.draft_token, n);
+        device::download(g.table_logprob.data(), r.draft_logprob, n);
+    });
+}
+
+// Trees for the whole batch: tree_in, tree_out [batch]; n = 0 where a sequence does not draft or its builder failed. Returns
+// the rows of all.
+int plant(Stage& g, std::span<Sequence* const> batch, int width, StepCounts& counts) {
     const Model& m = g.model();
     const int most = g.ranks[0]->limits.tree_width;
     const int depth = draft_depth(m);
@@ -123,83 +191,64 @@ void plant(Stage& g, std::span<Sequence* const> batch, int width, StepCounts& co
             counts.builder_failures++;
         }
     }
-    tree::cut_trees(planted.data(), int(batch.size()), g.max_rows);
+    return tree::cut_trees(planted.data(), int(batch.size()), g.max_rows);
 }
 
-// The rows of every tree: first_row [batch + 1], parent [rows], the view, sampling and ring_slot [batch].
-void verify_view(Stage& g, std::span<Sequence* const> batch) {
-    g.view.clear();
-    g.first_row.clear();
-    g.parent.clear();
-    g.sampling.clear();
-    g.ring_slot.clear();
-    std::array<std::array<uint64_t, kMaskWords>, KD_MAX_NODES + 1> mask;
-    std::array<int, KD_MAX_NODES + 1> depth;
-    for (size_t s = 0; s < batch.size(); s++) {
-        Sequence& q = *batch[s];
-        const kd_tree_out& tree = g.tree_out[s];
-        const int stream = g.view.add_stream(q.pages);
-        g.first_row.push_back(g.view.n_rows());
-        g.sampling.push_back(q.sampling);
-        g.ring_slot.push_back(q.slot);
-        for (int i = 0; i <= tree.n; i++) {
-            const int up = i ? tree.parent[i - 1] : -1;
-            mask[i] = i ? mask[up] : std::array<uint64_t, kMaskWords>{};
-            mask[i][i / 64] |= uint64_t(1) << (i % 64);
-            depth[i] = i ? depth[up] + 1 : 0;
-            const int token = i ? tree.token[i - 1] : q.tokens[q.start];
-            const int row = g.view.add_row(token, q.start + depth[i], stream, q.start + i, q.start, mask[i].data());
-            g.view.want_logits(row);
-            g.parent.push_back(up);
-        }
-        q.nodes = tree.n;
-    }
-    g.first_row.push_back(g.view.n_rows());
-}
-
-// One forward call for all rows, the target's choice after each, the path it takes, and the cache moved along it.
-void verify(Stage& g) {
+// A round that never comes to the host: every tree by ops::tree_build, or none at all.
+void run_through(Stage& g, std::span<Sequence* const> batch, bool drafting, const Room& room) {
+    std::fill(g.nodes.begin(), g.nodes.end(), 0);
     g.team.run([&](int i) {
         Rank& r = *g.ranks[i];
-        const Shape& s = r.model->shape;
-        const View v = g.view.upload(r);
-        device::upload(r.sampling, g.sampling.data(), g.sampling.size());
-        device::upload(r.trees.first_row, g.first_row.data(), g.first_row.size());
-        device::upload(r.trees.parent, g.parent.data(), g.parent.size());
-        forward(r, v);
-        ops::sample(r.choice, r.act.logits, r.sampling, v, s);
-        ops::tree_accept(r.kept, r.trees, r.choice, v);
-        for (Rows kv : r.kv) ops::kv_commit(kv, r.kept, r.trees, v, s.kv_row());
-        if (r.tap_ring.p) {
-            device::upload(r.ring_slot, g.ring_slot.data(), g.ring_slot.size());
-            ops::keep_taps(r.tap_ring, r.act.taps, r.ring_slot, r.kept, r.trees, v, kTapRing, r.tap_ring.stride);
-        }
-        if (i != 0) return;
-        device::download(g.choice.data(), r.choice.token, v.n_out);
-        device::download(g.hash.data(), r.choice.hash, v.n_out);
-        device::download(g.logprob.data(), r.choice.logprob, v.n_out);
-        device::download(g.kept_n.data(), r.kept.n, v.n_streams);
-        device::download(g.kept_node.data(), r.kept.node, size_t(v.n_streams) * kPath);
+        if (!drafting) device::upload(r.nodes.n, g.nodes.data(), batch.size());
+        device::replay(room.key(drafting ? 3 : 2), [&] {
+            if (drafting) {
+                draft_part(r, room);
+                const Streams streams = round_streams(r, room);
+                ops::tree_build(r.nodes, r.draft_token, r.draft_logprob, r.drafts, streams.budget, streams.n,
+                                room.width);
+            }
+            verify_part(r, room);
+        });
+        if (i == 0) device::download(g.round_out.data(), r.round_out, g.round_out.size());
     });
 }
 
-// The tokens of the kept path: the target's choice at each of its nodes, the last one being the bonus.
-void accept(Stage& g, std::span<Sequence* const> batch, StepCounts& counts) {
+void verify(Stage& g, std::span<Sequence* const> batch, const Room& room) {
+    const size_t n = batch.size(), stride = g.ranks[0]->limits.tree_width;
+    for (size_t s = 0; s < n; s++) g.nodes[s] = g.tree_out[s].n;
+    g.team.run([&](int i) {
+        Rank& r = *g.ranks[i];
+        device::upload(r.nodes.n, g.nodes.data(), n);
+        device::upload(r.nodes.token, g.node_token.data(), n * stride);
+        device::upload(r.nodes.parent, g.node_parent.data(), n * stride);
+        device::replay(room.key(2), [&] { verify_part(r, room); });
+        if (i == 0) device::download(g.round_out.data(), r.round_out, g.round_out.size());
+    });
+}
+
+// The tokens of the kept paths, to their sequences.
+void take(Stage& g, std::span<Sequence* const> batch, StepCounts& counts) {
+    const RoundOut out(g.ranks[0]->limits.streams);
+    const auto value = [&]<class T>(T& to, size_t array, size_t i) {
+        memcpy(&to, g.round_out.data() + array + i * sizeof(T), sizeof(T));
+    };
     for (size_t s = 0; s < batch.size(); s++) {
         Sequence& q = *batch[s];
-        q.n_new = g.kept_n[s];
+        value(q.n_new, out.n, s);
+        value(q.nodes, out.nodes, s);
         KD_CHECK(q.n_new >= 1 && q.n_new <= std::min(kPath, q.nodes + 1));
         for (int j = 0; j < q.n_new; j++) {
-            const int row = g.first_row[s] + g.kept_node[s * kPath + j];
-            q.tokens.push_back(g.choice[row]);
-            q.hashes[j] = g.hash[row];
-            q.logprobs[j] = g.logprob[row];
+            int32_t token;
+            value(token, out.token, s * kPath + j);
+            value(q.hashes[j], out.hash, s * kPath + j);
+            value(q.logprobs[j], out.logprob, s * kPath + j);
+            q.tokens.push_back(token);
         }
         q.start += q.n_new;
+        counts.rows += q.nodes + 1;
         counts.nodes += q.nodes;
         counts.accepted += q.n_new - 1;
     }
-    counts.rows += g.view.n_rows();
 }
 
 void prompt_view(Stage& g, std::span<const PromptPart> parts, bool all_logits) {
@@ -228,9 +277,11 @@ Stage::Stage(Team& team, std::vector<std::unique_ptr<Rank>> all, int max_rows)
     node_parent.resize(size_t(l.streams) * l.tree_width + 1);
     tree_in.resize(l.streams);
     tree_out.resize(l.streams);
-    kept_n.resize(l.streams);
-    kept_node.resize(size_t(l.streams) * kPath);
-    for (auto* v : {&first_row, &parent, &ring_slot, &from_row, &to_row}) v->reserve(l.rows + 1);
+    round_in.resize(RoundIn::words(l.streams));
+    round_out.resize(RoundOut(l.streams).bytes);
+    page_table.resize(size_t(l.streams) * l.pages_sequence);
+    nodes.resize(l.streams);
+    for (auto* v : {&from_row, &to_row}) v->reserve(l.rows + 1);
     sampling.reserve(l.streams);
     choice.resize(l.rows);
     hash.resize(l.rows);
@@ -266,15 +317,39 @@ void prefill_chunk(Stage& g, std::span<const PromptPart> parts) {
 }
 
 StepCounts decode_round(Stage& g, std::span<Sequence* const> batch) {
+    const Limits& l = g.ranks[0]->limits;
     StepCounts counts;
     const uint64_t began = now_us();
-    const int width = draft(g, batch, counts);
-    const uint64_t drafted = now_us();
-    plant(g, batch, width, counts);
-    const uint64_t planted = now_us();
-    verify_view(g, batch);
-    verify(g);
-    accept(g, batch, counts);
+    int drafting = 0, widest = 0;
+    bool through = true;
+    for (const Sequence* q : batch) {
+        through = through && q->planting.builder->builder().on_device();
+        if (!drafts(g, *q)) continue;
+        drafting++;
+        widest = std::max(widest, q->planting.budget);
+    }
+    // Of trees built here the least likely nodes are cut when there are too many rows; trees built there grow less.
+    const int cap = through ? budget_cap(batch, g.max_rows) : KD_MAX_NODES;
+    Room room{round_up(int(batch.size()), {1, 4, 16}, l.streams), 0, 0};
+    room.width = std::min({widest, cap, g.model().shape.vocab, l.tree_width});
+    tell(g, batch, cap);
+    project_taps(g, batch, room);
+    counts.draft_calls = drafting > 0;
+    uint64_t drafted = began, planted = began;
+    if (through) {
+        int rows = int(batch.size());
+        for (const Sequence* q : batch) rows += drafts(g, *q) ? std::min(q->planting.budget, cap) : 0;
+        room.rows = round_up(rows, {64, 256}, l.rows);
+        run_through(g, batch, drafting > 0 && room.width > 0, room);
+    } else {
+        if (drafting) draft(g, drafting, room);
+        drafted = now_us();
+        room.rows = round_up(plant(g, batch, room.width, counts), {64, 256}, l.rows);
+        room.width = 0;
+        planted = now_us();
+        verify(g, batch, room);
+    }
+    take(g, batch, counts);
     counts.draft_us = drafted - began;
     counts.build_us = planted - drafted;
     counts.verify_us = now_us() - planted;

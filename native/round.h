@@ -71,10 +71,14 @@ struct Stage {
     std::vector<int32_t> node_token, node_parent;
     std::vector<kd_tree_in> tree_in;
     std::vector<kd_tree_out> tree_out;
-    std::vector<int32_t> first_row, parent, ring_slot, from_row, to_row;
+    std::vector<int32_t> from_row, to_row;
 
-    // What came back.
-    std::vector<int32_t> choice, kept_n, kept_node;
+    // What the ranks are told of a batch (RoundIn), the pages of its sequences, and what they say (RoundOut).
+    std::vector<int32_t> round_in, page_table, nodes;
+    std::vector<char> round_out;
+
+    // What came back of a prompt.
+    std::vector<int32_t> choice;
     std::vector<uint64_t> hash;
     std::vector<float> logprob;
 

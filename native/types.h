@@ -38,6 +38,17 @@ struct Rows {
     Rows from(int column) const { return {p, stride, offset + column}; }
 };
 
+// How many rows (or streams) a call works on. `most` is the number, unless `n` is set: then the number is data, written by an
+// earlier operation of the same round, and at most `most`. device::known() gives a backend the number where it can.
+struct Count {
+    int most = 0;
+    Dev<const int32_t> n;
+    Count() = default;
+    Count(int most) : most(most) {}
+    Count(int most, Dev<const int32_t> n) : most(most), n(n) {}
+    operator int() const { return most; }
+};
+
 // ---- weights --------------------------------------------------------------------------------------------------------
 
 using Vec = Dev<const float>;  // norm weights, router bias: fp32
@@ -155,9 +166,9 @@ constexpr int kMaskWords = KD_MAX_NODES / 64 + 1;  // ancestor bits of a row: th
 // 0 .. prefix - 1 and then slot prefix + j for every set bit j of its ancestor mask, itself last; there are position + 1 of
 // them. A prompt row has prefix = position and mask = 1.
 struct View {
-    int n_rows = 0;
-    int n_streams = 0;
-    int n_out = 0;            // rows whose logits are wanted
+    Count n_rows;
+    Count n_streams;
+    Count n_out;              // rows whose logits are wanted
     int max_pages = 0;        // stride of page_table
     Dev<int32_t> token;       // [n_rows]
     Dev<int32_t> position;    // [n_rows] absolute
@@ -189,7 +200,44 @@ struct Choice {
     Dev<float> logprob;  // [n_out] if wanted, else 0
 };
 
-// The trees of one round. Rows of stream s are first_row[s] .. first_row[s + 1] - 1, the root first.
+// The streams of a decode round, on the device, so that rounds can follow one another without the host. Arrays of [n].
+struct Streams {
+    Count n;
+    int max_pages = 0;         // stride of page_table
+    Dev<int32_t> slot;         // place among the engine's streams: index of its tap ring
+    Dev<int32_t> start;        // KV rows committed, which is the position of the root
+    Dev<int32_t> draft_start;  // of these, rows that have drafter K/V; the taps of the others wait in the ring
+    Dev<int32_t> root;         // the token at `start`: chosen, not yet run
+    Dev<int32_t> left;         // tokens it may still be given; at 0 it takes no part
+    Dev<int32_t> budget;       // nodes its tree may have; at 0 it does not draft
+    Dev<int32_t> page_table;   // [n][max_pages]
+};
+
+// The drafts of one round: where a stream's rows in the table of candidates begin, and how many of them its tree may use.
+struct Drafts {
+    Dev<int32_t> row;     // [n_streams]
+    Dev<int32_t> depths;  // [n_streams], 0: it did not draft
+};
+
+// Trees as builders give them: nodes 1 .. n[s] of stream s. Parent 0 is the root.
+struct Nodes {
+    Dev<int32_t> n;       // [n_streams]
+    Dev<int32_t> token;   // [n_streams][stride]
+    Dev<int32_t> parent;  // [n_streams][stride]
+    int stride = 0;
+};
+
+// What a round gave each stream: its next tokens, in order.
+struct Emitted {
+    Dev<int32_t> n;      // [n_streams], 0: it took no part
+    Dev<int32_t> token;  // [n_streams][KD_MAX_DEPTH + 1]
+    Dev<uint64_t> hash;
+    Dev<float> logprob;
+    Dev<int32_t> nodes;  // [n_streams] of its tree
+};
+
+// The trees of one round as rows. Rows of stream s are first_row[s] .. first_row[s + 1] - 1, the root first; none if the
+// stream takes no part.
 struct Trees {
     Dev<int32_t> first_row;  // [n_streams + 1]
     Dev<int32_t> parent;     // [n_rows] index within the stream's rows; -1 for the root
@@ -197,7 +245,7 @@ struct Trees {
 
 // What tree_accept keeps: of stream s, `n[s]` rows: node[s][0] = 0 < node[s][1] < ...
 struct Accepted {
-    Dev<int32_t> n;     // [n_streams], >= 1
+    Dev<int32_t> n;     // [n_streams], >= 1, or 0 of a stream without rows
     Dev<int32_t> node;  // [n_streams][KD_MAX_DEPTH + 1]
 };
 

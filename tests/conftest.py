@@ -10,10 +10,28 @@ import pytest
 for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):  # before numpy: workers of pytest-xdist share the cores
     os.environ.setdefault(variable, "1")
 
+import backend  # noqa: E402 (it brings numpy)
+
 ROOT = Path(__file__).resolve().parent.parent
 
+LIBRARIES = {  # by target of build/make.sh
+    "cpu": "libkd_cpu.so",
+    "test": "libkd_cpu_test.so",
+    "cuda": "libkd_cuda.so",
+    "cuda-test": "libkd_cuda_test.so",
+}
+TARGETS = {"cpu": ("cpu", "test"), "cuda": ("cuda", "cuda-test")}  # by device: release library, test library
 
-LIBRARIES = {"cpu": "libkd_cpu.so", "test": "libkd_cpu_test.so"}  # by target of build/make.sh
+
+def pytest_addoption(parser):
+    parser.addoption("--device", choices=TARGETS, default="cpu", help="the twin to test (default: cpu)")
+    parser.addoption("--prebuilt", action="store_true", help="take the libraries in build/out as they are")
+
+
+def pytest_configure(config):
+    backend.DEVICE = config.getoption("--device")
+    if backend.DEVICE == "cuda":
+        backend.share_devices()
 
 
 def run_build(target: str) -> subprocess.CompletedProcess:
@@ -25,7 +43,9 @@ def run_build(target: str) -> subprocess.CompletedProcess:
         return subprocess.run([ROOT / "build" / "make.sh", target], capture_output=True, text=True)
 
 
-def build(target: str) -> Path:
+def build(target: str, prebuilt: bool) -> Path:
+    if prebuilt:
+        return ROOT / "build" / "out" / LIBRARIES[target]
     done = run_build(target)
     if done.returncode != 0:
         pytest.fail(f"build/make.sh {target} failed:\n{done.stderr[-4000:]}", pytrace=False)
@@ -34,24 +54,24 @@ def build(target: str) -> Path:
 
 def pytest_collection_finish(session):
     """Builds what the chosen tests need before the first one's clock starts: a cold build may outlast a test's timeout."""
-    if session.config.option.collectonly:
+    if session.config.option.collectonly or session.config.option.prebuilt:
         return
     wanted = {name for item in session.items for name in getattr(item, "fixturenames", ())}
-    for fixture, target in {"library": "cpu", "test_library": "test"}.items():
+    for fixture, target in zip(("library", "test_library"), TARGETS[backend.DEVICE], strict=True):
         if fixture in wanted:
             run_build(target)  # a failure is told by the fixture
 
 
 @pytest.fixture(scope="session")
-def library() -> Path:
+def library(pytestconfig) -> Path:
     """The release library: exports include/kd.h and nothing else."""
-    return build("cpu")
+    return build(TARGETS[backend.DEVICE][0], pytestconfig.option.prebuilt)
 
 
 @pytest.fixture(scope="session")
-def test_library() -> Path:
+def test_library(pytestconfig) -> Path:
     """The same objects and the probes of native/probe*.cpp."""
-    return build("test")
+    return build(TARGETS[backend.DEVICE][1], pytestconfig.option.prebuilt)
 
 
 @pytest.fixture(scope="session")

@@ -97,7 +97,7 @@ def check(engine: kd.Engine, reference: Reference, jobs: list[Job]) -> None:
 
 
 def random_job(rng: random.Random, asks: list[Ask], max_nodes: int) -> Job:
-    builder = rng.choice(("none", "chain", "heap", "heap"))
+    builder = rng.choice(("none", "chain", "heap", "heap", "device", "device"))
     budget = rng.choice((1, 2, 3, 5, 8, 15, 16, 17, 31, 64, 65, 128, 256)) if builder != "none" else 0
     if builder == "chain":
         budget = min(budget, 15)

@@ -94,8 +94,10 @@ class FakeEngine:
         path=None,
         *,
         token_delay_s=0.0,
+        tree_delay_s=0.0,
         load_s=0.0,
         load_error=None,
+        hang_file="",
         per_round=2,
         diverge="",
         slow_reader_timeout_ms=0,
@@ -105,6 +107,8 @@ class FakeEngine:
     ):
         self.options = options
         self.token_delay_s, self.load_s, self.load_error, self.per_round = token_delay_s, load_s, load_error, per_round
+        self.tree_delay_s = tree_delay_s  # what a round with trees takes longer
+        self.hang_file = hang_file  # while it exists a load hangs and cannot be cancelled
         self.diverge = diverge  # a builder that is not lossless
         self.slow_reader_s = (slow_reader_timeout_ms or 30_000) / 1000
         self.max_queue, self.max_streams = max_queue or 512, max_streams or 64
@@ -153,6 +157,8 @@ class FakeEngine:
         self._check()
         if self.model:
             raise KdError(-27, "KD_E_EXISTS", "a model is loaded: unload it first")
+        while os.path.exists(self.hang_file):
+            time.sleep(0.01)
         self.state, self.loading, self.path = 1, time.monotonic(), str(path)
         self.cancel_load.clear()
         end = self.loading + self.load_s
@@ -396,8 +402,10 @@ class FakeEngine:
                     self.lock.wait(0.05 if self.requests else None)
                 if self.closed:
                     return
-            if self.token_delay_s:
-                time.sleep(self.token_delay_s)
+            trees = any((r.options["builder"] or self.builder) != "none" for r in list(self.requests.values()))
+            delay_s = self.token_delay_s + self.tree_delay_s * trees
+            if delay_s:
+                time.sleep(delay_s)
             self.gate.wait()
             with self.lock:
                 if self.fatal_status:

@@ -1,6 +1,6 @@
 """Runs native operations: the keyword arguments of ref's specifications in, arrays out, by way of native/probe.h.
 
-    probes = Probes(path of libkd_cpu_test.so)
+    probes = Probes(path of the test library)
     y, = probes.rms_norm(Device(threads=2), x=x, w=w, eps=1e-5)
 
 Every method has the name of an operation and the arguments of ref.OPS[name].spec, and returns a tuple of arrays named by
@@ -13,11 +13,12 @@ import weakref
 from pathlib import Path
 from typing import NamedTuple
 
+import backend
 import cffi
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-ISAS = {"plain": 1, "avx2": 2, "avx512": 3}
+ISAS = backend.isas()
 
 
 def cdef(header: Path) -> str:
@@ -26,7 +27,7 @@ def cdef(header: Path) -> str:
 
 
 class Device(NamedTuple):
-    isa: str = "plain"
+    isa: str = next(iter(ISAS))
     threads: int = 1  # of each rank
     tp: int = 1
 
@@ -44,12 +45,13 @@ class Probes:
         self._alive = weakref.WeakKeyDictionary()
 
     def has(self, isa: str) -> bool:
-        return self.lib.kd_probe_isa(ISAS[isa]) == 0
+        return self.lib.kd_probe_isa(ISAS[isa][0]) == 0
 
     # ---- arguments ---------------------------------------------------------------------------------------------------
 
     def _run(self, name, device, *args):
-        where = self.ffi.new("kd_probe_device *", [device.tp, device.threads * device.tp, ISAS[device.isa]])
+        isa, aligned = ISAS[device.isa]
+        where = self.ffi.new("kd_probe_device *", [device.tp, device.threads * device.tp, isa, aligned])
         if getattr(self.lib, f"kd_probe_{name}")(where, *args) != 0:
             raise ProbeError(self.ffi.string(self.lib.kd_probe_error()).decode())
 
@@ -188,6 +190,12 @@ class Probes:
                   self._shape(s))  # fmt: skip
         return expert, weight
 
+    def pack_experts(self, device, w, s):
+        arrays = [np.array(a, order="C") for a in (*w.gate_up, *w.down)]
+        self._run("pack_experts", device, self._u(arrays[0]), self._h(arrays[1]), self._u(arrays[2]),
+                  self._h(arrays[3]), w.count, self._shape(s))  # fmt: skip
+        return tuple(arrays)
+
     def moe(self, device, y, h, expert, weight, w, s):
         y = owned(y)
         self._run("moe", device, self._f(y), self._f(h), self._i(expert), self._f(weight), self._u(w.gate_up.q),
@@ -231,6 +239,15 @@ class Probes:
                   logits.shape[1])  # fmt: skip
         return token, hashes, logprob
 
+    def tree_build(self, device, token, logprob, drafts, budget, stride):
+        streams = len(budget)
+        n = np.empty(streams, np.int32)
+        node_token, node_parent = (np.empty((streams, stride), np.int32) for _ in range(2))
+        self._run("tree_build", device, self._i(n), self._i(node_token), self._i(node_parent), self._i(token),
+                  self._f(logprob), self._i(drafts["row"]), self._i(drafts["depths"]), self._i(budget), streams,
+                  *token.shape, stride)  # fmt: skip
+        return n, node_token, node_parent
+
     def tree_accept(self, device, trees, choice, v):
         streams = len(v["page_table"])
         n, node = np.empty(streams, np.int32), np.empty((streams, 17), np.int32)
@@ -244,6 +261,63 @@ class Probes:
             self._view(v),
         )
         return n, node
+
+    # ---- a round's rows --------------------------------------------------------------------------------------------------
+
+    def _streams(self, s):
+        n, max_pages = s["page_table"].shape
+        return self._struct("kd_probe_streams", n=n, max_pages=max_pages, **{name: self._i(a) for name, a in s.items()})
+
+    def _rows(self, most, most_out):
+        """A kd_probe_rows to write to, and its arrays."""
+        a = {name: np.zeros(most, np.int32) for name in ("token", "position", "stream", "slot", "prefix")}
+        a |= {
+            "counts": np.zeros(2, np.int32),
+            "out_row": np.zeros(most_out, np.int32),
+            "mask": np.zeros((most, 5), np.uint64),
+        }
+        pointers = {name: self._q(x) if name == "mask" else self._i(x) for name, x in a.items()}
+        return self._struct("kd_probe_rows", most=most, most_out=most_out, **pointers), a
+
+    def plan_context(self, device, streams, most, ring_rows):
+        rows, a = self._rows(most, 0)
+        draft_start, ring_row = np.zeros(len(streams["start"]), np.int32), np.zeros(most, np.int32)
+        self._run(
+            "plan_context", device, rows, self._i(draft_start), self._i(ring_row), self._streams(streams), ring_rows
+        )
+        n = a["counts"][0]
+        return draft_start, a["counts"], *(a[k][:n] for k in ("position", "stream", "slot", "prefix")), ring_row[:n]
+
+    def plan_draft(self, device, streams, d, s):
+        count = len(streams["start"])
+        rows, a = self._rows(count * d.block, count * (d.block - 1))
+        row, depths = np.zeros(count, np.int32), np.zeros(count, np.int32)
+        self._run("plan_draft", device, rows, self._i(row), self._i(depths), self._streams(streams), d.block, d.mask_token,
+                  s.max_positions)  # fmt: skip
+        n, out = a["counts"]
+        written = (a[k][:n] for k in ("token", "position", "stream", "slot", "prefix"))
+        return row, depths, a["counts"], *written, a["out_row"][:out]
+
+    def plan_verify(self, device, streams, nodes):
+        most = int(len(nodes["n"]) + nodes["n"].sum())
+        rows, a = self._rows(most, most)
+        first_row, parent = np.zeros(len(nodes["n"]) + 1, np.int32), np.zeros(most, np.int32)
+        self._run("plan_verify", device, rows, self._i(first_row), self._i(parent), self._streams(streams),
+                  self._i(nodes["n"]), self._i(nodes["token"]), self._i(nodes["parent"]), nodes["token"].shape[1])  # fmt: skip
+        n = a["counts"][0]
+        written = (a[k][:n] for k in ("token", "position", "stream", "slot", "prefix", "out_row", "mask"))
+        return first_row, parent[:n], a["counts"], *written
+
+    def end_round(self, device, streams, trees, kept, choice):
+        count = len(streams["start"])
+        n, nodes, start, root, left = (np.zeros(count, np.int32) for _ in range(5))
+        token, hashes = np.zeros((count, 17), np.int32), np.zeros((count, 17), np.uint64)
+        logprob = np.zeros((count, 17), np.float32)
+        self._run("end_round", device, self._i(n), self._i(nodes), self._i(token), self._q(hashes), self._f(logprob),
+                  self._i(start), self._i(root), self._i(left), self._streams(streams), self._trees(trees),
+                  self._kept_rows(kept), self._i(choice["token"]), self._q(choice["hash"]), self._f(choice["logprob"]),
+                  len(choice["token"]))  # fmt: skip
+        return n, nodes, token, hashes, logprob, start, root, left
 
     def kv_commit(self, device, kv, kept, trees, v):
         kv = owned(kv)

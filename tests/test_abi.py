@@ -279,12 +279,48 @@ def test_nothing_is_read_behind_a_struct(library, name):
     assert too_large == absurd == E["KD_E_SIZE"] and right not in (E["KD_E_SIZE"], E["KD_E_TOO_NEW"])
 
 
-@pytest.mark.parametrize("name", ["kd_options", "kd_load_options", "kd_request"])
+@pytest.mark.parametrize("name", ["kd_load_options", "kd_request"])
 def test_reserved_fields_must_be_zero(kd, ready, name):
     """A later version may give them a meaning: what asks for it must not be accepted today."""
     struct, _ = room(name, ffi.sizeof(name))
     struct.reserved0 = 1
     refused(kd, INPUTS[name](kd, ready, struct), "KD_E_TOO_NEW", "KD_E_INVALID")
+
+
+@pytest.mark.parametrize("value", [2, -1])
+def test_switches_are_off_or_on(kd, value):
+    for name in ("share_devices", "prefix_cache"):
+        options = new("kd_options")
+        setattr(options, name, value)
+        assert kd.lib.kd_open(ffi.new("kd_engine **"), options) == E["KD_E_INVALID"]
+        assert name in kd.last_error()
+
+
+def test_empty_names_are_refused(kd, engine):
+    assert kd.lib.kd_load(engine, b"", N) == E["KD_E_INVALID"]
+    assert kd.last_error() == "path is empty: give the model's folder"
+    options, draft = new("kd_load_options"), ffi.new("char[]", b"")
+    options.draft, options.draft_path = 2, draft
+    assert kd.lib.kd_load(engine, PATH, options) == E["KD_E_INVALID"]
+    assert "draft_path is empty" in kd.last_error()
+
+
+def test_loads_whose_ends_nobody_polls(kd, engine, nano):
+    """Their number is not bounded; of their events the first 32 are kept."""
+    for _ in range(40):
+        assert kd.lib.kd_load(engine, PATH, N) == 0
+        assert kd.lib.kd_load_wait(engine, 10_000) == E["KD_E_IO"]
+    kd.check(kd.lib.kd_load(engine, str(nano).encode(), N))
+    kd.check(kd.lib.kd_load_wait(engine, 120_000))
+    events = ffi.new("kd_event[]", 64)
+    events[0].size = ffi.sizeof("kd_event")
+    assert kd.lib.kd_poll(engine, events, 64, 0) == 32
+    assert {(e.type, e.status) for e in events[0:32]} == {(constants["KD_EVENT_LOAD"], E["KD_E_IO"])}
+    kd.check(kd.lib.kd_unload(engine, N))
+    assert kd.lib.kd_load(engine, PATH, N) == 0  # there is room again
+    assert kd.lib.kd_load_wait(engine, 10_000) == E["KD_E_IO"]
+    events[0].size = ffi.sizeof("kd_event")
+    assert kd.lib.kd_poll(engine, events, 64, 1000) == 1
 
 
 # ---- wrong state -------------------------------------------------------------------------------------------

@@ -4,27 +4,12 @@ import itertools
 import time
 
 import pytest
+from chats import chat_of, make, tokenizer_of, user
 
 from kd.chat import ChatError, ChatTemplate
-from kd.tokenizer import Tokenizer
 
-
-@pytest.fixture(scope="module")
-def tokenizer(nano):
-    return Tokenizer.load(nano)
-
-
-@pytest.fixture(scope="module")
-def chat(nano, tokenizer):
-    return ChatTemplate.load(nano, tokenizer)
-
-
-def user(content):
-    return [{"role": "user", "content": content}]
-
-
-def make(source, tokenizer, **limits):
-    return ChatTemplate(source, tokenizer, place="here.jinja", **limits)
+tokenizer = pytest.fixture(tokenizer_of, scope="module")
+chat = pytest.fixture(chat_of, scope="module")
 
 
 # ---- templates that attack ---------------------------------------------------------------------------------

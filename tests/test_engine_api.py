@@ -12,6 +12,7 @@ import time
 from dataclasses import fields
 from pathlib import Path
 
+import backend
 import pytest
 from engine_events import settled
 
@@ -418,7 +419,7 @@ def test_options_reach_the_engine(library, nano):
         nano,
         tp=2,
         threads=2,
-        isa="plain",
+        isa=backend.engine_isas()[0],
         max_streams=2,
         max_nodes=8,
         prefill_chunk=16,

@@ -6,6 +6,7 @@ import ctypes
 import os
 import random
 
+import backend
 import pytest
 from exact import GREEDY, SAMPLINGS, Ask, Job, Reference, check, difference, prompts, random_job, run
 
@@ -54,9 +55,22 @@ def test_chain_of_every_length(engine, reference, asks, budget):
     check(engine, reference, [Job(a, "chain", budget) for a in asks])
 
 
+@pytest.mark.parametrize("builder", ["heap", "device"])
 @pytest.mark.parametrize("first", range(1, 257, 16))
-def test_heap_of_every_budget(engine, reference, asks, first):
-    check(engine, reference, [Job(asks[b % len(asks)], "heap", b) for b in range(first, first + 16)])
+def test_heap_of_every_budget(engine, reference, asks, builder, first):
+    check(engine, reference, [Job(asks[b % len(asks)], builder, b) for b in range(first, first + 16)])
+
+
+def test_device_builds_the_trees_of_heap(engine, asks):
+    """Not only the same tokens: as many nodes and accepted tokens."""
+    counts = {}
+    for builder in ("heap", "device"):
+        before = engine.stats()
+        for budget in (1, 5, 16, 64):
+            run(engine, [Job(a, builder, budget) for a in asks[:6]])
+        after = engine.stats()
+        counts[builder] = [after[k] - before[k] for k in ("round_nodes", "accepted_tokens")]
+    assert counts["device"] == counts["heap"] and counts["heap"][1] > 20
 
 
 def test_every_number_of_streams_in_any_order(engine, reference, asks):
@@ -129,7 +143,7 @@ def test_tensor_parallel_within_itself(library, small3, asks, tp):
             check(engine, reference, [random_job(rng, few, 64) for _ in range(n)])
 
 
-@pytest.mark.parametrize("isa", ["plain", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", backend.engine_isas())
 def test_every_instruction_set_within_itself(library, small3, asks, isa):
     try:
         plain = kd.Engine(small3, library=library, isa=isa, max_streams=1, prefix_cache=False, **OPEN)

@@ -49,7 +49,7 @@ def name(path: Path) -> str:
 
 # ---- who may know whom -------------------------------------------------------------------------------------
 
-CONTRACTS = {"kd.h", "types.h", "ops.h", "device.h", "error.h", "structs.h"}
+CONTRACTS = {"kd.h", "types.h", "ops.h", "device.h", "error.h", "structs.h", "best_first.h", "meeting.h", "meeting.cpp"}
 PARTS = {  # files that belong to another part than their folder or stem says
     "pages": "pages",
     "forward": "pages",
@@ -72,7 +72,7 @@ MAY_INCLUDE = {
     "engine": {"contracts", "rank", "pages", "team", "tree", "round", "model", "engine"},
     "abi": {"contracts", "tree", "engine", "abi"},
 }
-MAY_INCLUDE["probe"] = {"probe", *MAY_INCLUDE["engine"], "engine"}
+MAY_INCLUDE["probe"] = {"probe", *MAY_INCLUDE["engine"], "engine", "cpu", "cuda"}
 
 
 def district(path: Path) -> str:
@@ -81,7 +81,7 @@ def district(path: Path) -> str:
         return "contracts"
     stem = str(path.relative_to(NATIVE).with_suffix(""))
     top = stem.split("/")[0]
-    return "probe" if top.startswith("probe") else PARTS.get(stem, top)
+    return "probe" if path.name.startswith("probe") else PARTS.get(stem, top)
 
 
 def included(path: Path) -> Iterator[Path]:

@@ -74,6 +74,14 @@ def test_start_that_fails_shows_the_log(kdctl, place, library, nano, tmp_path_fa
     kdctl("start", "--set", "engine.tp=3", code=78)
     kdctl("start", "--set", "engine.tp", code=2)
     assert "engine.tpp" in kdctl("start", "--set", "engine.tpp=1", code=78).err
+    absent = tmp_path_factory.mktemp("absent") / "kd.toml"
+    for words in (
+        ["start", "--config"],
+        ["restart", "--config"],
+        ["config", "show", "--config"],
+        ["config", "validate"],
+    ):
+        assert f"{absent}: there is no such file" in kdctl(*words, absent, code=78).err  # as `python -m kd` ends
 
 
 def test_start_without_a_model_says_so(kdctl, place, library):
@@ -82,6 +90,13 @@ def test_start_without_a_model_says_so(kdctl, place, library):
     assert done.err == ""  # no load to report on
     assert kdctl("--instance", "bare", "status", "-o", "json").json["load"] is None
     kdctl("--instance", "bare", "stop", "--now")
+    assert "without a model: `kdctl load PATH`" in kdctl("start").out
+    assert kdctl("load", place / "absent", code=1).err.count("\n") == 1  # what went wrong, and no progress before it
+    kdctl("stop", "--now")
+    elsewhere = f"ipc://{place / 'serve.sock'}"
+    done = kdctl("start", "--set", f"server.serve={elsewhere}")
+    assert f"`kdctl --endpoint {elsewhere} load PATH`" in done.out
+    kdctl("stop", "--now", code=0)
 
 
 def test_start_names_the_owner_when_the_lock_is_held(kdctl, place, library):
@@ -268,6 +283,13 @@ def test_demo(kdctl, library):
     data = kdctl("demo", "--max-tokens", "24", "-o", "json").json
     assert data["bits_equal"] and data["exit_status"] == 0
     plain, trees = data["runs"]
+    choice = data["builder_choice"]
+    fastest = max(choice["measured"], key=lambda m: m["tokens_per_s"])
+    assert (choice["builder"], choice["budget"]) == (fastest["builder"], fastest["budget"])
+    assert plain["builder"] == "none" and trees["builder"] == (
+        choice["builder"] if choice["builder"] != "none" else "heap"
+    )
     assert plain["tokens_a_round"] == 1 < trees["tokens_a_round"] and plain["rows_a_round"] == 1
     done = kdctl("demo", "--max-tokens", "16")
     assert "def fibonacci(n):" in done.out and "bits equal  yes" in done.out and "CPU twin" in done.out
+    assert "chosen" in done.out and "the fastest at warm-up (tokens/s: " in done.out

@@ -143,6 +143,7 @@ def test_import_needs_no_library_numpy_or_tiktoken():
         kd.KdError
         assert "kd.native" in sys.modules and "numpy" not in sys.modules and "tiktoken" not in sys.modules
         kd.Engine, kd.Tokenizer, kd.Sampling, kd.Event, kd.Completion, kd.ModelInfo, kd.NativeError
+        assert issubclass(kd.KdClientError, Exception) and "KdClientError" in kd.__all__
         for name in ("numpy", "tiktoken", "jinja2", "torch"):
             assert name not in sys.modules, name
         try:

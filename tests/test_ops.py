@@ -2,6 +2,7 @@
 
 import functools
 
+import backend
 import numpy as np
 import pytest
 import ref
@@ -31,7 +32,20 @@ ROWS = {
 # Rows go to places of their own: any order gives the same pools.
 SCATTERED = {"mla_append": ("kv_a", "v"), "draft_append": ("k", "v", "view")}
 # Nothing to compute with: moved bits, checked exactly by the specification.
-MOVES = {"zero", "copy_rows", "tree_accept", "kv_commit", "keep_taps"}
+MOVES = {
+    "zero",
+    "copy_rows",
+    "plan_context",
+    "plan_draft",
+    "plan_verify",
+    "end_round",
+    "tree_build",
+    "tree_accept",
+    "kv_commit",
+    "keep_taps",
+}
+
+PARTLY = {("tree_accept", "node"), ("tree_build", "token"), ("tree_build", "parent")}
 
 VIEW_ROWS = ("token", "position", "stream", "slot", "prefix", "mask")
 
@@ -48,8 +62,9 @@ def isa(request, probes):
     return request.param
 
 
-def assert_close(got, want, rms, worst, name=""):
-    """Both bounds are relative to the RMS of `want`, so cancellation does not trip them. Integers: equal."""
+def assert_close(got, want, rms, worst, rounding=0.0, name=""):
+    """Both bounds are relative to the RMS of `want`, so cancellation does not trip them; beside `worst` a value may be off by
+    `rounding` of itself. Integers: equal."""
     if np.issubdtype(got.dtype, np.integer):
         wrong = np.argwhere(got != want)
         assert not len(wrong), f"{name}: {len(wrong)} differ, first at {wrong[0]}: {got[tuple(wrong[0])]}"
@@ -61,8 +76,9 @@ def assert_close(got, want, rms, worst, name=""):
         return
     scale = np.sqrt(np.mean(want[finite] ** 2)) or 1.0
     error = np.where(finite, np.abs(np.where(finite, got, 0) - np.where(finite, want, 0)) / scale, 0)
-    at = np.unravel_index(error.argmax(), error.shape)
     typical = np.sqrt(np.mean(error[finite] ** 2))
+    error = np.maximum(0, error - rounding * np.abs(np.where(finite, want, 0)) / scale)
+    at = np.unravel_index(error.argmax(), error.shape)
     assert typical <= rms and error[at] <= worst, (
         f"{name}: worst {error[at]:.2e} at {at}: got {got[at]:.6g}, specification {want[at]:.6g}; rms {typical:.2e}"
     )
@@ -85,7 +101,8 @@ def more_cases(name, rng):
                        w=ref.Experts(ref.base.rand_w4(rng, 3 * 2 * inter, hidden), ref.base.rand_w4(rng, 3 * hidden, inter), 3),
                        s=ref.moe.shape(hidden, inter, 3, 2))  # fmt: skip
     if name in ("linear", "logits"):
-        yield dict(x=ref.base.rand(rng, 50, 2100), w=ref.base.rand_mat(rng, 70, 2100))
+        for m, n, k in [(50, 70, 2100), (50, 70, 2112), (20, 1060, 2112), (5, 12820, 136)]:
+            yield dict(x=ref.base.rand(rng, m, k), w=ref.base.rand_mat(rng, n, k))
 
 
 @functools.cache
@@ -93,6 +110,7 @@ def worked(name):
     """The cases of an operation, each with what its specification says."""
     op = ref.OPS[name]
     cases = [*op.cases(np.random.default_rng(0)), *more_cases(name, np.random.default_rng(1))]
+    cases = [backend.acted(name, case) for case in cases]
     wanted = [op.spec(**case) for case in cases]
     return [(case, want if isinstance(want, tuple) else (want,)) for case, want in zip(cases, wanted, strict=True)]
 
@@ -100,11 +118,11 @@ def worked(name):
 def assert_matches(name, got, want):
     op = ref.OPS[name]
     for output, a, b in zip(op.outputs, got, want, strict=True):
-        if (name, output) == ("tree_accept", "node"):  # of each stream's path only the kept part means anything
+        if (name, output) in PARTLY:  # of each stream only the first n mean anything
             for path, wanted, n in zip(a, b, want[0], strict=True):
                 assert path[:n].tolist() == wanted[:n].tolist()
         else:
-            assert_close(a, b, **op.tolerance, name=output)
+            assert_close(a, b, **backend.bounds(name), name=output)
 
 
 @pytest.mark.parametrize("name", ref.OPS)
@@ -128,7 +146,7 @@ def test_add_norm_adds_in_rank_order(tp, probes, isa):
     """Partial sums whose float32 sum depends on the order: 1 + tiny + tiny .. is 1, tiny + tiny + .. + 1 is not."""
     rng = np.random.default_rng(tp)
     x = rng.standard_normal((5, 48)).astype(np.float32)
-    y = (rng.standard_normal((tp, 5, 48)) * 10.0 ** rng.integers(-6, 6, (tp, 5, 48))).astype(np.float32)
+    y = backend.act((rng.standard_normal((tp, 5, 48)) * 10.0 ** rng.integers(-6, 6, (tp, 5, 48))).astype(np.float32))
     total = y[0]
     for part in y[1:]:
         total = total + part
@@ -215,13 +233,14 @@ def test_attention_does_not_depend_on_the_tree(shape, isa, probes):
     s = ref.mla.SHAPES[shape]
     starts = [*range(52), *range(60, 70), *range(110, 132), 255, 256, 257]
     length = max(starts) + 17
-    keys, q = ref.base.rand(rng, length, s.kv_row), ref.base.rand(rng, length, s.heads_rank * s.kv_row, std=2)
+    keys = backend.act(ref.base.rand(rng, length, s.kv_row))
+    q = backend.act(ref.base.rand(rng, length, s.heads_rank * s.kv_row, std=2))
     table, pages = ref.kv.random_page_table(rng, [length])
     pool = np.full((pages * ref.PAGE, s.kv_row), np.nan, np.float32)
     pool[ref.kv.pool_row({"page_table": table}, 0, np.arange(length))] = keys
     prompt = ref.kv.make_view([(0, 0, np.zeros(length, np.int64), None)], table)
     want = probes.mla_attention(Device(isa, 2), q_lat=q, kv=pool, v=prompt, s=s)[0]
-    assert_close(want, ref.mla.mla_attention(q, pool, prompt, s), **ref.OPS["mla_attention"].tolerance)
+    assert_close(want, ref.mla.mla_attention(q, pool, prompt, s), **backend.bounds("mla_attention"))
 
     view, pool = planted(rng, starts, keys)
     got = probes.mla_attention(Device(isa, 2), q_lat=q[view["position"]], kv=pool, v=view, s=s)[0]

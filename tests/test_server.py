@@ -251,6 +251,7 @@ def test_a_silent_client_loses_its_requests_with_its_lease(start):
         _, _, final = raw.until("FINAL")
         assert (final["finish"], final["name"]) == ("cancelled", "LEASE_EXPIRED")
         assert time.monotonic() - began > 0.9
+    assert ended(daemon)["error"] == "LEASE_EXPIRED"
     with daemon.client() as client:  # an honest one pings, and outlives many leases
         assert client.generate([5], max_tokens=600, lease_ms=1000).finish == "length"
 
@@ -340,6 +341,13 @@ def test_the_first_reason_for_an_end_stands():
     assert session.cancelled and session.verdict is None
 
 
+def test_a_client_that_left_before_it_was_accepted_is_no_error():
+    from kd.serve_socket import CLIENT_GONE, _blame
+
+    assert _blame("LEASE_EXPIRED", CLIENT_GONE) is None and _blame("CANCELLED", "before it was accepted") is None
+    assert _blame("LEASE_EXPIRED", "nothing was heard") == "LEASE_EXPIRED" and _blame(None, None) is None
+
+
 def test_a_stop_waits_for_its_last_operation(tmp_path):
     """Whatever the operations thread still does, it does not meet a closed engine."""
     from types import SimpleNamespace
@@ -371,3 +379,43 @@ def test_a_stop_waits_for_its_last_operation(tmp_path):
         made.control.operations.join(10)
     text = (tmp_path / "log").read_text()
     assert '"stopped"' in text and "operation failed" not in text and "stuck" not in text, text
+
+
+def test_detokenize_takes_so_many_ids_and_no_more(shared):
+    ids = [97] * wire.MAX_DETOKENIZE
+    with shared.client() as client:
+        assert client.detokenize(ids) == "a" * len(ids)
+        with pytest.raises(KdClientError) as caught:
+            client.detokenize([*ids, 97])
+        assert caught.value.name == "BAD_FIELD" and str(wire.MAX_DETOKENIZE) in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "piece, fits", [(b"a" * 128, True), (b"a" * 129, False), (b"\xff" * 42, True), (b"\xff" * 43, False)]
+)
+def test_detokenize_gives_no_text_that_a_reply_cannot_hold(piece, fits):
+    """A token has up to 256 bytes, and bytes that are no text go twice: as replacement characters and raw."""
+    from types import SimpleNamespace
+
+    from kd import protocol, verbs
+
+    tokenizer = SimpleNamespace(n_vocab=1, decode_bytes=lambda ids: piece * len(ids))
+    daemon = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer), model_path="/m")
+    body = {"tokens": [0] * wire.MAX_DETOKENIZE}
+    if fits:
+        kind, reply = verbs.detokenize(daemon, body)
+        assert protocol.decode(protocol.encode(kind, new_id(), reply), "reply")[2]["text"] == reply["text"]
+    else:
+        with pytest.raises(wire.ProtocolError) as caught:
+            verbs.detokenize(daemon, body)
+        assert caught.value.name == "TOO_LARGE"
+
+
+@pytest.mark.parametrize("verb", ["generate", "use_builder"])
+def test_a_budget_out_of_range_names_the_setting(shared, verb):
+    with shared.client() as client, pytest.raises(KdClientError, match="engine.max_nodes") as caught:
+        if verb == "generate":
+            client.generate([1], max_tokens=2, builder="chain", budget=257)
+        else:
+            client.use_builder("chain", 257)
+    assert caught.value.name == "BAD_FIELD"

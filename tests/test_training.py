@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import kd
+
 torch = pytest.importorskip("torch")
 
 from training import acceptance, corpus, export, humaneval, int4, tiny, tokens, train_target  # noqa: E402
@@ -205,7 +207,7 @@ def test_answers_are_run_under_limits(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def tiny_run(tmp_path_factory):
+def tiny_run(tmp_path_factory, library):
     work = tmp_path_factory.mktemp("training")
 
     def run(*steps: str) -> str:
@@ -253,7 +255,7 @@ def test_tiny_run_agrees_with_other_implementations(tiny_run):
     assert check["transformers"] < 2e-3 and check["dflash"] < 1e-4
 
 
-def test_tiny_run_measures_everything(tiny_run):
+def test_tiny_run_measures_everything(tiny_run, library):
     work, _, _ = tiny_run
     report = json.loads((work / "evaluation" / "evaluation.json").read_text())
     assert 0 < report["held_out"]["bits_per_byte"] < 12
@@ -271,6 +273,8 @@ def test_tiny_run_measures_everything(tiny_run):
     run = json.loads((work / "evaluation" / "humaneval.json").read_text())
     assert run["problems"] == run["reference_solutions_passed"] == TINY.prompts
     golden = json.loads((work / "export" / "golden.json").read_text())
+    with kd.Engine(work / "export", library=library) as engine:
+        assert golden["content_hash"] == f"{engine.info.content_hash:016x}"
     target, _ = export.read(work / "export")
     ids = torch.tensor([golden["prompt_tokens"] + golden["tokens"]])
     n = len(golden["prompt_tokens"])

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+import kd
 from training import acceptance
 from training.export import read
 from training.model import Target
@@ -98,12 +99,19 @@ def run(work: Path, r: Recipe, tokenizer_file: Path, device: str) -> None:
     print({k: v for k, v in report.items() if k != "expert_use"}, "rarest expert", min(map(min, shares)), flush=True)
     (out / "evaluation.json").write_text(json.dumps(report, indent=1))
     figures, greedy = acceptance.measure(target, drafter, sets, r.answers, r.seed, tokenizer.numbers())
-    report |= dict(acceptance=figures, seconds=round(time.monotonic() - started, 1))
+    report |= dict(
+        acceptance_criterion=f"looping: fewer than {acceptance.GRAM_SHARE:.0%} of the answer's {acceptance.GRAM}-grams "
+        "differ, all numbers counting as one",
+        acceptance=figures,
+        seconds=round(time.monotonic() - started, 1),
+    )
     (out / "evaluation.json").write_text(json.dumps(report, indent=1))
     answers = {name: [job[0] for job in jobs] for name, jobs in greedy.items()}
     texts = {name: [tokenizer.decode(ids) for ids in rows] for name, rows in answers.items()}
     (out / "answers.json").write_text(json.dumps(dict(texts=texts, ids=answers)))
     np.savez_compressed(out / "marginals.npz", **acceptance.marginals(greedy["humaneval"]))
     lead, record = golden(target, sets["humaneval"], answers["humaneval"], min(GOLDEN_TOKENS, r.answers))
+    with kd.Engine(work / "export") as engine:  # with its drafter, as the daemon compares it
+        record["content_hash"] = f"{engine.info.content_hash:016x}"
     (work / "export" / "golden.json").write_text(json.dumps(record))
     print(f"golden.json: smallest lead {lead:.3f}; {time.monotonic() - started:.0f} s", flush=True)

@@ -43,7 +43,7 @@ void tree_accept(const Accepted& out, const Trees& trees, const Choice& choice, 
         int32_t* node = raw(out.node) + static_cast<size_t>(s) * (KD_MAX_DEPTH + 1);
         std::fill(node, node + KD_MAX_DEPTH + 1, -1);
         int at = 0, kept = 0;
-        node[kept++] = 0;
+        if (n > 0) node[kept++] = 0;
         // Children come after their parents, so one pass finds the whole path.
         for (int i = 1; i < n && kept <= KD_MAX_DEPTH; i++) {
             if (parent[i] != at || token[i] != chosen[at]) continue;
@@ -59,6 +59,7 @@ void tree_accept(const Accepted& out, const Trees& trees, const Choice& choice, 
 void kv_commit(Rows kv, const Accepted& kept, const Trees& trees, const View& v, int width) {
     parallel_for(v.n_streams, 4, [&](int begin, int end) {
         for (int s = begin; s < end; s++) {
+            if (raw(kept.n)[s] == 0) continue;
             const Round round(trees, v, s);
             const int32_t* node = kept_nodes(kept, s);
             for (int j = 0; j < raw(kept.n)[s]; j++) {
@@ -74,6 +75,7 @@ void keep_taps(Rows ring, Rows taps, Dev<int32_t> ring_slot, const Accepted& kep
                int ring_rows, int width) {
     parallel_for(v.n_streams, 2, [&](int begin, int end) {
         for (int s = begin; s < end; s++) {
+            if (raw(kept.n)[s] == 0) continue;
             const Round round(trees, v, s);
             const int32_t* node = kept_nodes(kept, s);
             for (int j = 0; j < raw(kept.n)[s]; j++) {

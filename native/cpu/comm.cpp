@@ -1,6 +1,5 @@
 #include "comm.h"
 
-#include <climits>
 #include <cstring>
 
 #include "device_context.h"
@@ -10,36 +9,6 @@ namespace kd::cpu {
 
 int rank() { return bound().rank; }
 int tp() { return bound().group.tp; }
-
-void Meeting::check() const {
-    if (aborted_.load(std::memory_order_acquire))
-        fail(KD_E_FATAL,
-             "another rank failed, so this rank left the collective it was in: close the engine and open it again");
-}
-
-void Meeting::arrive(int tp, int spins) {
-    check();
-    const uint32_t generation = generation_.load(std::memory_order_acquire);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(tp)) {
-        arrived_.store(0, std::memory_order_relaxed);
-        generation_.fetch_add(1, std::memory_order_seq_cst);
-        if (sleepers_.load(std::memory_order_seq_cst) > 0) futex_wake(generation_, INT_MAX);
-    } else {
-        for (int i = 0; i < spins && generation_.load(std::memory_order_acquire) == generation; i++) pause_cpu();
-        if (generation_.load(std::memory_order_acquire) == generation) {
-            sleepers_.fetch_add(1, std::memory_order_seq_cst);
-            while (generation_.load(std::memory_order_seq_cst) == generation) futex_wait(generation_, generation);
-            sleepers_.fetch_sub(1, std::memory_order_seq_cst);
-        }
-    }
-    check();
-}
-
-void Meeting::abort() {
-    aborted_.store(true, std::memory_order_release);
-    generation_.fetch_add(1, std::memory_order_seq_cst);
-    futex_wake(generation_, INT_MAX);
-}
 
 void* share_buffer(size_t bytes) {
     device::Context& c = bound();

@@ -5,7 +5,6 @@
 // before it has read it, so one meeting a collective is enough and callers may reuse their memory on return.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -29,19 +28,5 @@ Shared share(const void* mine, size_t bytes);
 // The same for memory the caller fills itself: write `bytes` at share_buffer(bytes), then meet.
 void* share_buffer(size_t bytes);
 Shared share_filled(size_t bytes);
-
-// Where ranks wait for one another.
-class Meeting {
-  public:
-    void arrive(int tp, int spins);  // throws Error(KD_E_FATAL) if aborted
-    void abort();
-
-  private:
-    void check() const;
-    alignas(64) std::atomic<uint32_t> arrived_{0};
-    alignas(64) std::atomic<uint32_t> generation_{0};  // futex word
-    std::atomic<uint32_t> sleepers_{0};
-    std::atomic<bool> aborted_{false};
-};
 
 }  // namespace kd::cpu

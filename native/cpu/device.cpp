@@ -2,8 +2,10 @@
 
 #include <sched.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 
 #include "device_context.h"
@@ -44,6 +46,8 @@ const char* name_of(int isa) {
     }
 }
 
+constexpr size_t kHugePagesFrom = 64 << 20;
+
 // In front of every allocation: what munmap needs. A cache line, so that what follows is aligned to one.
 struct alignas(64) Header {
     size_t mapped;
@@ -51,9 +55,10 @@ struct alignas(64) Header {
 
 }  // namespace
 
-Context::Context(Group& group, int rank, int threads, int spins) : group(group), rank(rank) {
+Context::Context(Group& group, int rank, int threads, int awake, int spins) : group(group), rank(rank) {
     if (threads > 1)
-        pool = std::make_unique<cpu::Pool>(threads - 1, spins, [](void* c) { bind(static_cast<Context*>(c)); }, this);
+        pool = std::make_unique<cpu::Pool>(
+            threads - 1, awake, spins, [](void* c) { bind(static_cast<Context*>(c)); }, this);
 }
 
 Group::Group(const Options& options) {
@@ -76,10 +81,11 @@ Group::Group(const Options& options) {
     const int per_rank = std::max(1, (options.threads ? options.threads : available) / tp);
     threads = per_rank * tp;
     // Spinning only pays while whoever is awaited has a core to run on.
-    const bool crowded = threads > available;
+    const bool crowded = tp > available;
     spins = crowded ? 20 : 1000;
     const int idle_spins = crowded ? 20 : 400;
-    for (int r = 0; r < tp; r++) contexts.push_back(std::make_unique<Context>(*this, r, per_rank, idle_spins));
+    const int awake = std::clamp(available / tp - 1, 1, per_rank);
+    for (int r = 0; r < tp; r++) contexts.push_back(std::make_unique<Context>(*this, r, per_rank, awake, idle_spins));
 }
 
 std::shared_ptr<Group> open_group(const Options& options) { return std::make_shared<Group>(options); }
@@ -98,6 +104,17 @@ const char* built_isas() { return "plain avx2 avx512"; }
 const char* isa_name(const Group& group) { return name_of(group.isa); }
 int thread_count(const Group& group) { return group.threads; }
 size_t act_bytes() { return sizeof(float); }
+uint64_t memory_used(const Group&) {
+    unsigned long pages = 0, resident = 0;
+    if (FILE* f = fopen("/proc/self/statm", "re")) {
+        if (fscanf(f, "%lu %lu", &pages, &resident) != 2) resident = 0;
+        fclose(f);
+    }
+    return uint64_t{resident} * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+}
+
+int most_rows() { return 1024; }
+const char* default_builder() { return "heap"; }
 
 void* alloc(size_t bytes) {
     const size_t mapped = bytes + sizeof(Header);
@@ -106,6 +123,8 @@ void* alloc(size_t bytes) {
     if (p == MAP_FAILED)
         fail(KD_E_NOMEM, "the machine has no %zu MiB of memory to give: use a smaller model, kv_bytes or max_rows",
              bytes >> 20);
+    // Large weights are read from end to end for each token; small allocations may never be touched in full.
+    if (bytes >= kHugePagesFrom) madvise(p, mapped, MADV_HUGEPAGE);
     return new (p) Header{mapped} + 1;
 }
 
@@ -114,6 +133,12 @@ void release(void* p) {
     Header* header = static_cast<Header*>(p) - 1;
     munmap(header, header->mapped);
 }
+
+Count known(Count count) { return raw(count.n) ? Count(*raw(count.n)) : count; }
+
+void replay(uint64_t, const std::function<void()>& body) { body(); }
+
+void forget() {}
 
 void upload(void* device, const void* host, size_t bytes) {
     if (bytes) memcpy(device, host, bytes);

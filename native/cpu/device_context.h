@@ -6,6 +6,7 @@
 
 #include "comm.h"
 #include "device.h"
+#include "meeting.h"
 #include "threads.h"
 
 namespace kd::cpu {
@@ -34,7 +35,7 @@ namespace kd::device {
 
 class Context {
   public:
-    Context(Group& group, int rank, int threads, int spins);
+    Context(Group& group, int rank, int threads, int awake, int spins);
 
     Group& group;
     const int rank;
@@ -53,7 +54,7 @@ class Group {
     int isa = KD_ISA_PLAIN;
     const cpu::Kernels* kernels = nullptr;
     int spins = 0;  // of a rank waiting for the others
-    cpu::Meeting meeting;
+    Meeting meeting;
     struct alignas(64) Given {
         const void* p = nullptr;
         size_t bytes = 0;

@@ -33,7 +33,7 @@ struct Bf16Weights {
     KD_INLINE Bf16Weights from(int j) const { return {w + static_cast<size_t>(j) * k, k}; }
     KD_INLINE V at(int j, int i) const { return bf16(w + static_cast<size_t>(j) * k + i); }
     KD_INLINE V part(int j, int i, int n) const { return bf16_part(w + static_cast<size_t>(j) * k + i, n); }
-    KD_INLINE void ahead(int j, int i) const { __builtin_prefetch(w + static_cast<size_t>(j) * k + i); }
+    KD_INLINE void ahead(int j, int i, size_t n) const { __builtin_prefetch(w + static_cast<size_t>(j) * k + i + n); }
 };
 struct F32Weights {
     const float* w;
@@ -61,19 +61,31 @@ KD_INLINE void store_sums(float* y, size_t y_stride, V (&acc)[R][J]) {
     }
 }
 
+constexpr int kAhead = 512;  // elements fetched ahead of use in each of a tile's matrix rows: 1 KiB
+
 // acc[r][j] += the products of elements [0, k) in 16 lanes.
 template <int R, int J, class W>
 KD_INLINE void accumulate(V (&acc)[R][J], const float* const (&row)[R], W w, int k) {
     int i = 0;
-    for (; i + kLanes <= k; i += kLanes) {
-        V v[R];
-        KD_UNROLL for (int r = 0; r < R; r++) v[r] = load(row[r] + i);
-        KD_UNROLL for (int j = 0; j < J; j++) {
-            const V a = w.at(j, i);
-            if constexpr (requires { w.ahead(0, 0); }) w.ahead(j + J, i);
-            KD_UNROLL for (int r = 0; r < R; r++) acc[r][j] = fma(v[r], a, acc[r][j]);
+    // Fetched ahead is the same matrix row, and near its end the start of the next tile's; short rows: the next tile's.
+    const auto until = [&](int end, size_t ahead) __attribute__((always_inline)) {
+        for (; i + kLanes <= end; i += kLanes) {
+            V v[R];
+            KD_UNROLL for (int r = 0; r < R; r++) v[r] = load(row[r] + i);
+            KD_UNROLL for (int j = 0; j < J; j++) {
+                const V a = w.at(j, i);
+                if constexpr (requires { w.ahead(0, 0, 0); }) w.ahead(j, i, ahead);
+                KD_UNROLL for (int r = 0; r < R; r++) acc[r][j] = fma(v[r], a, acc[r][j]);
+            }
         }
-    }
+    };
+    const size_t tile = static_cast<size_t>(J) * static_cast<size_t>(k);
+    if constexpr (requires { w.ahead(0, 0, 0); })
+        if (k > kAhead) {
+            until(k - kAhead, kAhead);
+            until(k, tile - static_cast<size_t>(k - kAhead));
+        }
+    until(k, tile);
     if (i < k) {
         V v[R];
         KD_UNROLL for (int r = 0; r < R; r++) v[r] = load_part(row[r] + i, k - i);
@@ -211,7 +223,7 @@ void dot_bf16(float* y, size_t y_stride, RowsIn x, int rows, const uint16_t* w, 
              [&](float* wide, int j, int k0, int part) __attribute__((always_inline)) {
                  int i = 0;
                  for (; i + kLanes <= part; i += kLanes)
-                     weights.ahead(j + kWide, k0 + i), store(wide + i, weights.at(j, k0 + i));
+                     weights.ahead(j + kWide, k0 + i, 0), store(wide + i, weights.at(j, k0 + i));
                  if (i < part) store(wide + i, weights.part(j, k0 + i, part - i));
              });
     }
@@ -234,6 +246,7 @@ struct W4Matrix {
     }
 };
 constexpr int kGroup = 32;
+constexpr int kShort = 1024;  // a tile of rows so short is over before its successor has arrived: two tiles ahead
 
 // Few rows: weights go from 4 bits to registers and are used there.
 template <int R, int J>
@@ -242,6 +255,10 @@ void w4_tile(float* y, size_t y_stride, const float* const* x, const W4Matrix& w
     clear(acc);
     const float* row[R];
     KD_UNROLL for (int r = 0; r < R; r++) row[r] = x[r];
+    const int next = j0 + (k < kShort ? 2 * J : J);
+    const auto fetch = [](const void* from, int bytes) __attribute__((always_inline)) {
+        __builtin_prefetch(static_cast<const char*>(from) + bytes, 0, 2);
+    };
     const auto group = [&](int i, int j, V scale, const V(&even)[R], const V(&odd)[R]) __attribute__((always_inline)) {
         V a, b;
         w4(a, b, w4_load(w.q_at(j0 + j, i)), scale);
@@ -254,7 +271,10 @@ void w4_tile(float* y, size_t y_stride, const float* const* x, const W4Matrix& w
         KD_UNROLL for (int j = 0; j < J; j++) {
             V first;
             w4_scales(first, second[j], w.s_at(j0 + j, i));
-            __builtin_prefetch(w.q_at(j0 + (R <= 2 ? 2 : 1) * J + j, i));
+            // The next tile, line by line in the order of memory: many short matrix rows side by side are more streams
+            // than the hardware follows. Into the second-level cache, as a tile may fill the first.
+            if (j % 2 == 0) fetch(w.q_at(next, 0), i / 2 * J + j * 32);
+            if (j == 0) fetch(w.s_at(next, 0), i / 16 * J);
             group(i, j, first, even, odd);
         }
         KD_UNROLL for (int r = 0; r < R; r++) even[r] = load(row[r] + i + kGroup),
@@ -320,6 +340,8 @@ void w4_order(float* y, const float* x, int width) {
 
 // ---- mixes: y[r][c] = sum_n a[r][n] w[n][c] -------------------------------------------------------------------------
 
+constexpr size_t kMixAhead = 8;  // rows of w
+
 // Columns 0 .. 16 C - 1, or `part` > 0 of them (then C = 1).
 template <int R, int C>
 void mix_tile(float* y, size_t y_stride, const float* a, size_t a_stride, const uint16_t* w, int n, size_t width,
@@ -328,7 +350,10 @@ void mix_tile(float* y, size_t y_stride, const float* a, size_t a_stride, const 
     KD_UNROLL for (int r = 0; r < R; r++) { KD_UNROLL for (int c = 0; c < C; c++) acc[r][c] = zero(); }
     for (int i = 0; i < n; i++, w += width) {
         V v[C];
-        KD_UNROLL for (int c = 0; c < C; c++) v[c] = C == 1 && part ? bf16_part(w, part) : bf16(w + c * kLanes);
+        KD_UNROLL for (int c = 0; c < C; c++) {
+            v[c] = C == 1 && part ? bf16_part(w, part) : bf16(w + c * kLanes);
+            if (c % 2 == 0) __builtin_prefetch(w + kMixAhead * width + c * kLanes);
+        }
         KD_UNROLL for (int r = 0; r < R; r++) {
             const V f = set(a[static_cast<size_t>(r) * a_stride + static_cast<size_t>(i)]);
             KD_UNROLL for (int c = 0; c < C; c++) acc[r][c] = fma(f, v[c], acc[r][c]);
@@ -349,8 +374,8 @@ template <int R>
 void mix_rows(float* y, size_t y_stride, const float* a, size_t a_stride, const uint16_t* w, int n, int width) {
     const size_t stride = static_cast<size_t>(width);
     int c = 0;
-    for (; c + kMixColumns * kLanes <= width; c += kMixColumns * kLanes)
-        mix_tile<R, kMixColumns>(y + c, y_stride, a, a_stride, w + c, n, stride, 0);
+    constexpr int C = mix_columns(R);
+    for (; c + C * kLanes <= width; c += C * kLanes) mix_tile<R, C>(y + c, y_stride, a, a_stride, w + c, n, stride, 0);
     for (; c + kLanes <= width; c += kLanes) mix_tile<R, 1>(y + c, y_stride, a, a_stride, w + c, n, stride, 0);
     if (c < width) mix_tile<R, 1>(y + c, y_stride, a, a_stride, w + c, n, stride, width - c);
 }

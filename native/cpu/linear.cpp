@@ -14,7 +14,7 @@ namespace {
 constexpr int kEight = 8;
 constexpr int kBlockBytes = 16 << 10;
 
-void product(float* y, size_t y_stride, Rows x, Mat w, int n_rows) {
+void product(float* y, size_t y_stride, Rows x, Mat w, Count n_rows) {
     if (n_rows <= 0) return;
     const int eights = (w.n + kEight - 1) / kEight;
     const int block = std::max(1, kBlockBytes / (kEight * 2 * std::max(w.k, 1))) * kEight;
@@ -30,13 +30,13 @@ void product(float* y, size_t y_stride, Rows x, Mat w, int n_rows) {
 
 }  // namespace
 
-void linear(Rows y, Rows x, Mat w, int n_rows) { product(raw(y), static_cast<size_t>(y.stride), x, w, n_rows); }
+void linear(Rows y, Rows x, Mat w, Count n_rows) { product(raw(y), static_cast<size_t>(y.stride), x, w, n_rows); }
 
-void logits(Dev<float> y, int stride, Rows x, Mat w, int n_rows) {
+void logits(Dev<float> y, int stride, Rows x, Mat w, Count n_rows) {
     product(raw(y), static_cast<size_t>(stride), x, w, n_rows);
 }
 
-void swiglu(Rows y, Rows x, int n_rows, int width) {
+void swiglu(Rows y, Rows x, Count n_rows, int width) {
     constexpr double kExp = 8;  // an exp and a division, in multiply-adds
     cpu::parallel_for(n_rows, cpu::grain_for(width * kExp), [&](int begin, int end) {
         for (int r = begin; r < end; r++) cpu::kernels().swiglu(raw(y, r), raw(x, r), raw(x, r) + width, width);

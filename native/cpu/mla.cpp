@@ -117,7 +117,7 @@ void mla_attention(Rows o_lat, Rows q_lat, Rows kv, const View& v, const Shape& 
     });
 }
 
-void mla_value(Rows o, Rows o_lat, Mat v_up, int n_rows, const Shape& s) {
+void mla_value(Rows o, Rows o_lat, Mat v_up, Count n_rows, const Shape& s) {
     const double ops = static_cast<double>(n_rows) * s.v_head * s.kv_lora;
     cpu::parallel_for(s.heads_rank, cpu::grain_for(ops), [&](int begin, int end) {
         for (int head = begin; head < end; head++) {

@@ -13,6 +13,7 @@ namespace {
 // Work is cut into pieces of one expert: this many rows of a matrix, for this many (row, slot) pairs at a time.
 constexpr int kMatrixRows = 32;  // also what w4_order works on
 constexpr int kPairs = 24;
+constexpr int kRouterRows = 8;
 
 const uint32_t* row_q(const W4& w, int expert, int row) {
     return raw(w.q) + (static_cast<size_t>(expert) * static_cast<size_t>(w.n) + static_cast<size_t>(row)) *
@@ -57,44 +58,54 @@ Lists group(const int32_t* expert, int n_rows, int slots, int experts) {
 
 }  // namespace
 
-void route(Dev<int32_t> expert, Dev<float> weight, Rows h, Dev<const float> router, Vec bias, int n_rows,
+// Nothing to move: the kernels go along the words and scales of a matrix row as the checkpoint has them. What they reorder is
+// the activations (w4_order), once a row.
+void pack_experts(const Experts&) {}
+
+void route(Dev<int32_t> expert, Dev<float> weight, Rows h, Dev<const float> router, Vec bias, Count n_rows,
            const Shape& s) {
     const int slots = s.experts_per_token;
-    float* const all_scores =
-        cpu::scratch<float>(cpu::Use::rows, static_cast<size_t>(n_rows) * static_cast<size_t>(s.experts));
-    cpu::parallel_for(
-        n_rows, cpu::grain_for(static_cast<double>(s.experts) * (s.hidden + slots)), [&](int begin, int end) {
-            float* const first = all_scores + static_cast<size_t>(begin) * static_cast<size_t>(s.experts);
-            cpu::kernels().dot_f32(first, static_cast<size_t>(s.experts),
-                                   {raw(h, begin), static_cast<size_t>(h.stride), nullptr}, end - begin, raw(router),
-                                   s.experts, s.hidden);
-            for (int r = begin; r < end; r++) {
-                float* score = all_scores + static_cast<size_t>(r) * static_cast<size_t>(s.experts);
-                cpu::kernels().sigmoid(score, score, s.experts);
-                int32_t* chosen = raw(expert) + static_cast<size_t>(r) * static_cast<size_t>(slots);
-                float* to = raw(weight) + static_cast<size_t>(r) * static_cast<size_t>(slots);
-                float total = 0;
-                for (int slot = 0; slot < slots; slot++) {
-                    int best = -1;
-                    float best_value = 0;
-                    for (int e = 0; e < s.experts; e++) {
-                        const float value = score[e] + raw(bias)[e];
-                        if ((best < 0 || value > best_value) && std::find(chosen, chosen + slot, e) == chosen + slot) {
-                            best = e;
-                            best_value = value;
-                        }
+    const size_t stride = static_cast<size_t>(s.experts);
+    float* const all_scores = cpu::scratch<float>(cpu::Use::rows, static_cast<size_t>(n_rows) * stride);
+    // Few rows share out the experts, many rows themselves.
+    const bool few = n_rows < 2 * cpu::threads();
+    const double ops = static_cast<double>(s.hidden) * (few ? kRouterRows * n_rows.most : s.experts);
+    const int pieces = few ? (s.experts + kRouterRows - 1) / kRouterRows : n_rows.most;
+    cpu::parallel_for(pieces, cpu::grain_for(ops), [&](int begin, int end) {
+        const int row = few ? 0 : begin, rows = few ? n_rows.most : end - begin;
+        const int e = few ? begin * kRouterRows : 0, n = few ? std::min(end * kRouterRows, s.experts) - e : s.experts;
+        cpu::kernels().dot_f32(all_scores + static_cast<size_t>(row) * stride + e, stride,
+                               {raw(h, row), static_cast<size_t>(h.stride), nullptr}, rows,
+                               raw(router) + static_cast<size_t>(e) * static_cast<size_t>(s.hidden), n, s.hidden);
+    });
+    cpu::parallel_for(n_rows, cpu::grain_for(static_cast<double>(s.experts) * slots), [&](int begin, int end) {
+        for (int r = begin; r < end; r++) {
+            float* score = all_scores + static_cast<size_t>(r) * static_cast<size_t>(s.experts);
+            cpu::kernels().sigmoid(score, score, s.experts);
+            int32_t* chosen = raw(expert) + static_cast<size_t>(r) * static_cast<size_t>(slots);
+            float* to = raw(weight) + static_cast<size_t>(r) * static_cast<size_t>(slots);
+            float total = 0;
+            for (int slot = 0; slot < slots; slot++) {
+                int best = -1;
+                float best_value = 0;
+                for (int e = 0; e < s.experts; e++) {
+                    const float value = score[e] + raw(bias)[e];
+                    if ((best < 0 || value > best_value) && std::find(chosen, chosen + slot, e) == chosen + slot) {
+                        best = e;
+                        best_value = value;
                     }
-                    chosen[slot] = best;
-                    to[slot] = score[best];
-                    total += score[best];
                 }
-                const float divisor = s.norm_topk ? total + 1e-20f : 1.0f;
-                for (int slot = 0; slot < slots; slot++) to[slot] = to[slot] / divisor * s.routed_scale;
+                chosen[slot] = best;
+                to[slot] = score[best];
+                total += score[best];
             }
-        });
+            const float divisor = s.norm_topk ? total + 1e-20f : 1.0f;
+            for (int slot = 0; slot < slots; slot++) to[slot] = to[slot] / divisor * s.routed_scale;
+        }
+    });
 }
 
-void moe(Rows y, Rows h, Dev<int32_t> expert, Dev<float> weight, const Experts& w, int n_rows, const Shape& s) {
+void moe(Rows y, Rows h, Dev<int32_t> expert, Dev<float> weight, const Experts& w, Count n_rows, const Shape& s) {
     if (n_rows <= 0) return;
     const int slots = s.experts_per_token, hidden = w.gate_up.k, inter = w.down.k;
     const size_t pairs = static_cast<size_t>(n_rows) * static_cast<size_t>(slots), wide = static_cast<size_t>(inter);

@@ -12,7 +12,7 @@ using cpu::grain_for;
 using cpu::kernels;
 using cpu::parallel_for;
 
-void embed(Rows y, Dev<int32_t> token, Mat table, int vocab_begin, int n_rows) {
+void embed(Rows y, Dev<int32_t> token, Mat table, int vocab_begin, Count n_rows) {
     parallel_for(n_rows, grain_for(table.k), [&](int begin, int end) {
         for (int r = begin; r < end; r++) {
             const int64_t row = static_cast<int64_t>(raw(token)[r]) - vocab_begin;
@@ -30,23 +30,23 @@ void embed(Rows y, Dev<int32_t> token, Mat table, int vocab_begin, int n_rows) {
     });
 }
 
-void zero(Dev<float> x, int n_rows, int width) {
+void zero(Dev<float> x, Count n_rows, int width) {
     memset(raw(x), 0, static_cast<size_t>(n_rows) * static_cast<size_t>(width) * sizeof(float));
 }
 
-void copy_rows(Rows to, Dev<int32_t> to_row, Rows from, Dev<int32_t> from_row, int n, int width) {
+void copy_rows(Rows to, Dev<int32_t> to_row, Rows from, Dev<int32_t> from_row, Count n, int width) {
     for (int i = 0; i < n; i++)  // one after the other: a row written twice keeps the last
         memcpy(raw(to, to_row ? raw(to_row)[i] : i), raw(from, from_row ? raw(from_row)[i] : i),
                static_cast<size_t>(width) * sizeof(float));
 }
 
-void rms_norm(Rows y, Rows x, Vec w, int n_rows, int width, float eps) {
+void rms_norm(Rows y, Rows x, Vec w, Count n_rows, int width, float eps) {
     parallel_for(n_rows, grain_for(width), [&](int begin, int end) {
         for (int r = begin; r < end; r++) kernels().rms_norm(raw(y, r), raw(x, r), raw(w), width, eps);
     });
 }
 
-void add_norm(Rows h, Dev<float> x, Rows y, Vec w, int n_rows, int width, float eps) {
+void add_norm(Rows h, Dev<float> x, Rows y, Vec w, Count n_rows, int width, float eps) {
     const int ranks = cpu::tp();
     const size_t row = static_cast<size_t>(width);
     cpu::Shared all{};
@@ -68,7 +68,7 @@ void add_norm(Rows h, Dev<float> x, Rows y, Vec w, int n_rows, int width, float 
     });
 }
 
-void keep_tap(Rows tap, Dev<float> x, int n_rows, int width) {
+void keep_tap(Rows tap, Dev<float> x, Count n_rows, int width) {
     for (int r = 0; r < n_rows; r++)
         memcpy(raw(tap, r), raw(x) + static_cast<size_t>(r) * static_cast<size_t>(width),
                static_cast<size_t>(width) * sizeof(float));

@@ -36,7 +36,8 @@ constexpr int kTileRows = 6, kHeadTile = 8;
 constexpr int kW4Rows = 4;
 constexpr int w4_columns(int rows) { return rows <= 2 ? 8 : 4; }
 constexpr int tile_columns(int rows) { return rows <= 3 ? 8 : 4; }
-constexpr int kMixRows = 6, kMixColumns = 4;
+constexpr int kMixRows = 6;
+constexpr int mix_columns(int rows) { return rows == 1 ? 16 : 4; }
 
 KD_INLINE __mmask16 first(int n) { return static_cast<__mmask16>((1u << n) - 1); }
 KD_INLINE V zero() { return {_mm512_setzero_ps()}; }
@@ -158,7 +159,8 @@ constexpr int kTileRows = 3, kHeadTile = 4;
 constexpr int kW4Rows = 2;
 constexpr int w4_columns(int) { return 2; }
 constexpr int tile_columns(int rows) { return rows == 1 ? 4 : 2; }
-constexpr int kMixRows = 3, kMixColumns = 2;
+constexpr int kMixRows = 3;
+constexpr int mix_columns(int rows) { return rows == 1 ? 4 : 2; }
 
 KD_INLINE __m256i first8(int n) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
@@ -319,7 +321,8 @@ constexpr int kTileRows = 2, kHeadTile = 2;
 constexpr int kW4Rows = 2;
 constexpr int w4_columns(int) { return 2; }
 constexpr int tile_columns(int) { return 2; }
-constexpr int kMixRows = 2, kMixColumns = 2;
+constexpr int kMixRows = 2;
+constexpr int mix_columns(int) { return 2; }
 
 template <class F>
 KD_INLINE V each(F&& f) {

@@ -1,10 +1,7 @@
 #include "threads.h"
 
-#include <linux/futex.h>
 #include <pthread.h>
 #include <signal.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <climits>
@@ -12,6 +9,7 @@
 
 #include "device_context.h"
 #include "error.h"
+#include "meeting.h"
 
 namespace kd::cpu {
 
@@ -23,22 +21,7 @@ thread_local bool inside_region = false;
 
 }  // namespace
 
-void pause_cpu() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
-}
-
-void futex_wait(std::atomic<uint32_t>& word, uint32_t while_value) {
-    static_assert(sizeof word == sizeof(uint32_t));
-    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, while_value, nullptr, nullptr, 0);
-}
-
-void futex_wake(std::atomic<uint32_t>& word, int count) {
-    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
-}
-
-Pool::Pool(int workers, int spins, void (*start)(void*), void* start_data) : spins_(spins) {
+Pool::Pool(int workers, int awake, int spins, void (*start)(void*), void* start_data) : awake_(awake), spins_(spins) {
     // Signals belong to the program we are embedded in: none is delivered to a compute thread.
     sigset_t all, before;
     sigfillset(&all);
@@ -103,9 +86,11 @@ void Pool::run(int n, int grain, Run run, void* body) {
     done_.store(0, std::memory_order_relaxed);
     const uint64_t epoch = (state_.load(std::memory_order_relaxed) >> 32) + 1;
     state_.store(epoch << 32 | static_cast<uint32_t>(chunks), std::memory_order_seq_cst);
-    if (sleepers_.load(std::memory_order_seq_cst) > 0) {
+    const int asleep = static_cast<int>(sleepers_.load(std::memory_order_seq_cst));
+    const int more = std::min(chunks - 1, awake_ - (workers() - asleep));
+    if (asleep > 0 && more > 0) {
         wake_.fetch_add(1, std::memory_order_seq_cst);
-        futex_wake(wake_, chunks - 1);
+        futex_wake(wake_, more);
     }
 
     inside_region = true;

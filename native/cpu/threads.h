@@ -1,6 +1,7 @@
 // The compute threads of one rank, and the loop that uses them.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <exception>
@@ -16,13 +17,15 @@ namespace kd::cpu {
 // processes costs at most the chunks in flight. Idle workers spin for a few microseconds, then sleep in a futex.
 class Pool {
   public:
-    // `workers` threads besides the caller; `spins` is how long an idle one polls. `start` runs first on each worker.
-    Pool(int workers, int spins, void (*start)(void*), void* start_data);
+    // `workers` threads besides the caller, of which at most `awake` run at a time: more than there are cores for would
+    // only take them from each other. `spins` is how long an idle one polls. `start` runs first on each worker.
+    Pool(int workers, int awake, int spins, void (*start)(void*), void* start_data);
     ~Pool();
     Pool(const Pool&) = delete;
     Pool& operator=(const Pool&) = delete;
 
     int workers() const { return static_cast<int>(threads_.size()); }
+    int at_once() const { return std::min(workers(), awake_) + 1; }  // threads of a region that run together
 
     // run(body, begin, end) over [0, n) in chunks of `grain`. One caller at a time. Rethrows what a chunk threw.
     using Run = void (*)(void* body, int begin, int end);
@@ -43,7 +46,7 @@ class Pool {
     alignas(64) std::atomic<uint32_t> wake_{0};  // futex word of idle workers
     std::atomic<uint32_t> sleepers_{0};
     std::atomic<bool> stop_{false};
-    const int spins_;
+    const int awake_, spins_;
     std::mutex error_mutex_;
     std::exception_ptr error_;
     std::vector<std::thread> threads_;
@@ -54,15 +57,18 @@ Pool* pool();
 int threads();  // that a loop started here would run on
 
 // body(begin, end) over [0, n), at least `grain` indices at a time except at the end, on the bound rank's threads and
-// this one; complete on return. Which indices share a call is free, so results must not depend on it.
+// this one; complete on return. Which indices share a call is free, so results must not depend on it. Long loops have
+// kChunks chunks a thread: smaller ones balance no better, but cut the weights that a thread reads in a row.
 template <class F>
 void parallel_for(int n, int grain, F&& body) {
+    constexpr int kChunks = 24;
     if (n <= 0) return;
     Pool* p = n > grain ? pool() : nullptr;
     if (!p) {
         body(0, n);
         return;
     }
+    grain = std::max(grain, n / (kChunks * p->at_once()));
     using Body = std::remove_reference_t<F>;
     p->run(
         n, grain, [](void* b, int begin, int end) { (*static_cast<Body*>(b))(begin, end); },
@@ -71,9 +77,5 @@ void parallel_for(int n, int grain, F&& body) {
 
 // A grain so that one chunk costs about 10 us, for indices that cost `ops` multiply-adds each.
 int grain_for(double ops_per_index);
-
-void pause_cpu();
-void futex_wait(std::atomic<uint32_t>& word, uint32_t while_value);
-void futex_wake(std::atomic<uint32_t>& word, int count);
 
 }  // namespace kd::cpu

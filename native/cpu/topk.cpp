@@ -31,7 +31,7 @@ void best_k(std::vector<Candidate>& best, const VocabRow& row, size_t k) {
 
 }  // namespace
 
-void top_logprobs(Dev<int32_t> id, Dev<float> logprob, Dev<float> logits, int n_rows, int k, const Shape& s) {
+void top_logprobs(Dev<int32_t> id, Dev<float> logprob, Dev<float> logits, Count n_rows, int k, const Shape& s) {
     KD_CHECK(k >= 1 && k <= s.vocab);
     const VocabRows rows(logits, s);
     const size_t width = static_cast<size_t>(k);

@@ -18,20 +18,20 @@ Planting Engine::planting(const char* name, int budget, uint64_t generation) {
     if (builder.needs_drafter() && draft.layers == 0)
         fail(KD_E_STATE, "builder '%s' needs a drafter and the model has none: use 'none'", builder.name.c_str());
     if (budget < 0 || budget > options_.max_nodes)
-        fail(KD_E_INVALID, "budget is %d: 0 .. %d (kd_options.max_nodes)", budget, options_.max_nodes);
+        fail(KD_E_INVALID, "budget is %d: 0 .. %d, the engine's max_nodes", budget, options_.max_nodes);
     if (budget == 0) budget = std::min(tree::default_budget(builder.name, draft.depth()), options_.max_nodes);
     auto& instance = instances_[&builder];
     if (!instance) instance = tree::Instance(builder, options_.max_nodes);
     return {&instance, builder.needs_drafter() ? budget : 0, generation};
 }
 
-// For a model just put in place: what was chosen before if it can work, else heap with a drafter and none without.
+// For a model just put in place: what was chosen before if it can work, else the backend's own with a drafter and none without.
 void Engine::plant_default() {
     const bool drafter = resident_->stage->model().draft.layers > 0;
     if (chosen_builder_ && (drafter || !chosen_builder_->needs_drafter()))
         default_planting_ = planting(chosen_builder_->name.c_str(), chosen_budget_, ++builder_generation_);
     else
-        default_planting_ = planting(drafter ? "heap" : "none", 0, ++builder_generation_);
+        default_planting_ = planting(drafter ? device::default_builder() : "none", 0, ++builder_generation_);
 }
 
 uint64_t Engine::use_builder(const char* name, int budget, uint64_t id) {

@@ -16,17 +16,9 @@ namespace {
 
 // Events a stream may have unpolled before it sits out; its last event comes on top.
 constexpr int kUnpolledStream = KD_MAX_DEPTH + 2;
-constexpr int kUnpolledLoads = 32;
 
-int ring_capacity(const Options& o) { return 2 * (o.max_streams * kUnpolledStream + o.max_queue + kUnpolledLoads + 2); }
-
-uint64_t resident_bytes() {
-    unsigned long pages = 0, resident = 0;
-    if (FILE* f = fopen("/proc/self/statm", "re")) {
-        if (fscanf(f, "%lu %lu", &pages, &resident) != 2) resident = 0;
-        fclose(f);
-    }
-    return uint64_t(resident) * uint64_t(sysconf(_SC_PAGESIZE));
+int ring_capacity(const Options& o) {
+    return 2 * (o.max_streams * kUnpolledStream + o.max_queue + Engine::kUnpolledLoads + 2);
 }
 
 }  // namespace
@@ -35,7 +27,7 @@ Engine::Engine(const Options& o)
     : options_(o),
       pid_(getpid()),
       ring_(ring_capacity(o), o.max_streams + 2),
-      team_({.tp = o.tp, .threads = o.threads, .isa = o.isa}),
+      team_({.tp = o.tp, .threads = o.threads, .isa = o.isa, .share_devices = o.share_devices}),
       slot_used_(o.max_streams) {
     batch_.reserve(o.max_streams);
     parts_.reserve(o.max_streams);
@@ -117,7 +109,7 @@ uint64_t Engine::submit(std::unique_ptr<Request> request) {
     if (need > m.kv_tokens)
         fail(KD_E_CONTEXT,
              "prompt, max_tokens and tree need %llu tokens of KV cache, which holds %llu: raise "
-             "kd_options.kv_bytes or lower max_tokens",
+             "the engine's kv_bytes or lower max_tokens",
              static_cast<unsigned long long>(need), static_cast<unsigned long long>(m.kv_tokens));
     if (!(request->flags & KD_REQUEST_IGNORE_EOS))
         request->stop_ids.insert(request->stop_ids.end(), m.stop_ids, m.stop_ids + m.n_stop_ids);
@@ -126,7 +118,7 @@ uint64_t Engine::submit(std::unique_ptr<Request> request) {
         if (b.needs_drafter() && m.draft_layers == 0)
             fail(KD_E_STATE, "builder '%s' needs a drafter and the model has none: use 'none'", b.name.c_str());
         if (request->budget < 0 || request->budget > options_.max_nodes)
-            fail(KD_E_INVALID, "budget is %d: 0 .. %d (kd_options.max_nodes)", request->budget, options_.max_nodes);
+            fail(KD_E_INVALID, "budget is %d: 0 .. %d, the engine's max_nodes", request->budget, options_.max_nodes);
     }
     const uint64_t id = request->id = next_id_++;
     request->weights_generation = m.weights_generation;
@@ -217,10 +209,10 @@ uint64_t Engine::unload() {
             token_bytes_ = false;
         }
         end_all(KD_E_CANCELLED);
-        const uint64_t before = resident_bytes();
+        const uint64_t before = device::memory_used(team_.group());
         resident_.reset();
         malloc_trim(0);
-        const uint64_t after = resident_bytes();
+        const uint64_t after = device::memory_used(team_.group());
         return before > after ? before - after : 0;
     });
 }

@@ -33,8 +33,9 @@ namespace kd {
 // kd_options with the defaults filled in and checked.
 struct Options {
     int tp = 1, threads = 0, isa = KD_ISA_AUTO;
-    int max_streams = KD_MAX_STREAMS, max_queue = 512, max_rows = 1024, max_nodes = 64, prefill_chunk = 256;
-    bool prefix_cache = true;
+    int max_streams = KD_MAX_STREAMS, max_queue = 512, max_rows = device::most_rows(), max_nodes = 64,
+        prefill_chunk = 256;
+    bool prefix_cache = true, share_devices = false;
     uint64_t kv_bytes = uint64_t(128) << 20;
     uint32_t slow_reader_timeout_ms = 30000;
 };
@@ -57,6 +58,8 @@ struct LoadPlan {
 
 class Engine {
   public:
+    static constexpr int kUnpolledLoads = 32;  // ends of loads kept for kd_poll
+
     explicit Engine(const Options& options);
     ~Engine();
 

@@ -13,7 +13,6 @@ void Engine::load(LoadPlan plan) {
     std::lock_guard lock(state_mutex_);
     if (loading_) fail(KD_E_BUSY, "a load is under way: wait for it or cancel it with kd_load_cancel");
     if (info_.weights_generation) fail(KD_E_EXISTS, "a model is loaded: unload it first with kd_unload");
-    if (ring_.unpolled(load_place()) >= 32) fail(KD_E_BUSY, "32 loads have ended unnoticed: call kd_poll");
     loading_ = true;
     progress_ = std::make_unique<model::Progress>();
     load_status_ = KD_E_BUSY;
@@ -53,7 +52,8 @@ std::unique_ptr<Resident> Engine::make_resident(LoadPlan& plan, uint64_t generat
     limits.kv_pages = int(std::min(options_.kv_bytes / page_bytes, most));
     const int least = (2 + options_.max_nodes + KD_PAGE_TOKENS - 1) / KD_PAGE_TOKENS;
     if (limits.kv_pages < least)
-        fail(KD_E_NOMEM, "kd_options.kv_bytes is %llu, room for %d pages of %llu bytes: one request needs at least %d",
+        fail(KD_E_NOMEM,
+             "the engine's kv_bytes is %llu, room for %d pages of %llu bytes: one request needs at least %d",
              static_cast<unsigned long long>(options_.kv_bytes), limits.kv_pages,
              static_cast<unsigned long long>(page_bytes), least);
 
@@ -128,7 +128,8 @@ void Engine::finish_load(int status, const std::string& sentence) {
     e.type = KD_EVENT_LOAD;
     e.status = status;
     e.weights_generation = weights_generation_;
-    ring_.push(e, {}, load_place());
+    // Whoever has left so many ends of loads unread does not read them: kd_load_wait is enough.
+    if (ring_.unpolled(load_place()) < kUnpolledLoads) ring_.push(e, {}, load_place());
     show();
     state_changed_.notify_all();
 }

@@ -109,7 +109,7 @@ Config read_text_config(Reader& r) {
     s.experts = r.integer("n_routed_experts", 1, kMaxExperts);
     s.experts_per_token = r.integer("num_experts_per_tok", 1, std::min(s.experts, kMaxExpertsPerToken));
     s.vocab = s.vocab_rank = r.integer("vocab_size", 1, kMaxVocab);
-    s.max_positions = r.integer("max_position_embeddings", 1, kMaxPositions);
+    s.max_positions = r.integer("max_position_embeddings", 2, kMaxPositions);  // one of the prompt, one of the answer
     s.rms_eps = static_cast<float>(r.number("rms_norm_eps", 1e-12, 1e-1));
     s.rms_eps_lora = 1e-6f;
     s.routed_scale = static_cast<float>(r.number("routed_scaling_factor", 1e-6, 1e6));

@@ -147,7 +147,8 @@ std::string spelled(const Value& v) {
 Reader::Reader(const Value& object, std::string where, std::string name)
     : object_(object), where_(std::move(where)), name_(std::move(name)) {
     if (object.kind != Kind::object)
-        refuse(where_, name_ + " is " + json::kind_name(object.kind) + " where an object should stand");
+        refuse(where_, (name_.empty() ? "the file" : name_) + " is " + json::kind_name(object.kind) +
+                           " where an object should stand");
 }
 
 void Reader::wrong(const char* key, const std::string& what) const { refuse(where_, path(key) + " " + what); }

@@ -13,6 +13,7 @@
 #include "model/hash.h"
 #include "model/plan.h"
 #include "model/refuse.h"
+#include "ops.h"
 
 namespace kd::model {
 
@@ -329,6 +330,13 @@ std::unique_ptr<Loaded> load_folder(const std::string& path, const DraftChoice& 
     fill_rope(*loaded, progress, rope, config.rotary, config.shape.rope, positions, share);
     if (draft)
         fill_rope(*loaded, progress, draft_rope, draft->config.rotary, draft->config.shape.head_dim, positions, share);
+    for (size_t r = 0; r < loaded->ranks.size(); ++r) {
+        device::bind(device::context(group, static_cast<int>(r)));
+        for (const Layer& layer : loaded->ranks[r].layers) {
+            check();
+            if (!layer.dense) ops::pack_experts(layer.routed);
+        }
+    }
     check();
     return loaded;
 }

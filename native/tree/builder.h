@@ -11,9 +11,10 @@
 
 namespace kd::tree {
 
-extern const kd_tree_builder none;   // no nodes: plain decoding
-extern const kd_tree_builder chain;  // the best token of each depth: DFlash's own
-extern const kd_tree_builder heap;   // the most probable prefixes, best first: DDTree's
+extern const kd_tree_builder none;    // no nodes: plain decoding
+extern const kd_tree_builder chain;   // the best token of each depth: DFlash's own
+extern const kd_tree_builder heap;    // the most probable prefixes, best first: DDTree's
+extern const kd_tree_builder device;  // the same trees by ops::tree_build, without a way over the host
 
 // Nodes to build when a caller gives budget 0. draft_depth: tokens one draft proposes (kd_model_info.draft_depth).
 int default_budget(std::string_view name, int draft_depth);

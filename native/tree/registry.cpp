@@ -12,7 +12,7 @@
 namespace kd::tree {
 namespace {
 
-constexpr const kd_tree_builder* kBuiltIn[] = {&none, &chain, &heap};
+constexpr const kd_tree_builder* kBuiltIn[] = {&none, &chain, &heap, &device};
 constexpr int kDefaultHeapBudget = 8;
 constexpr size_t kMaxName = sizeof(kd_builder_info::name) - 1;
 constexpr size_t kMaxDescription = sizeof(kd_builder_info::description) - 1;
@@ -35,6 +35,7 @@ Builder::Builder(const kd_tree_builder& from)
 }
 
 bool Builder::needs_drafter() const { return name != none.name; }
+bool Builder::on_device() const { return name == none.name || name == device.name; }
 
 Instance::Instance(const Builder& builder, int max_nodes) : self_(builder.functions.create(max_nodes)) {
     if (!self_) fail(KD_E_BUILDER, "builder %s could not be created for %d nodes", builder.name.c_str(), max_nodes);

@@ -23,6 +23,8 @@ struct Builder {
 
     // Whether its trees hang on the drafter's table. All but `none` do.
     bool needs_drafter() const;
+    // Whether ops::tree_build makes its trees (none: no trees).
+    bool on_device() const;
 };
 
 // One builder at work: what create() returned, given back to destroy(). Moveable. [one thread at a time]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kd.client import Client
     from kd.engine import Engine
     from kd.native import KdError, NativeError
+    from kd.stream import KdClientError
     from kd.tokenizer import Tokenizer
     from kd.values import Completion, Event, ModelInfo, Sampling
 
@@ -25,6 +26,7 @@ _WHERE = {
     "Completion": "kd.values",
     "Engine": "kd.engine",
     "Event": "kd.values",
+    "KdClientError": "kd.stream",
     "KdError": "kd.native",
     "ModelInfo": "kd.values",
     "NativeError": "kd.native",
@@ -32,7 +34,18 @@ _WHERE = {
     "Tokenizer": "kd.tokenizer",
 }
 
-__all__ = ["Client", "Completion", "Engine", "Event", "KdError", "ModelInfo", "NativeError", "Sampling", "Tokenizer"]
+__all__ = [
+    "Client",
+    "Completion",
+    "Engine",
+    "Event",
+    "KdClientError",
+    "KdError",
+    "ModelInfo",
+    "NativeError",
+    "Sampling",
+    "Tokenizer",
+]
 
 
 def __getattr__(name: str) -> Any:

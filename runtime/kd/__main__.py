@@ -98,6 +98,7 @@ def _backend(config: Any) -> tuple[Any, Any, Any]:
             prefix_cache=e.prefix_cache,
             kv_bytes=e.kv_bytes,
             slow_reader_timeout_ms=e.slow_reader_timeout_ms,
+            share_devices=e.share_devices,
         )
 
     def make_sampling(**values: Any) -> Any:
@@ -111,6 +112,15 @@ def _backend(config: Any) -> tuple[Any, Any, Any]:
         return native.constants["KD_ABI_VERSION"], f"libkd_{config.engine.device}.so"
 
     return open_engine, make_sampling, describe
+
+
+def fill_standard_descriptors() -> None:
+    """A daemon started with 0, 1 or 2 closed must not have a socket or the lock there: prints would go into it."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
 
 
 def serve(config: Any, open_engine: Any, make_sampling: Any, describe: Any) -> int:
@@ -150,7 +160,9 @@ def _refuse(error: Any) -> int:
 
 
 if __name__ == "__main__":
+    fill_standard_descriptors()
     status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # it was closed when Python started
+            stream.flush()
     os._exit(status)  # not sys.exit: a thread that hangs in the library must not hold the process

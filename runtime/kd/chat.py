@@ -22,7 +22,8 @@ import jinja2
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
-from kd.tokenizer import Tokenizer, TokenizerError
+from kd.files import present, read_bounded, why
+from kd.tokenizer import MAX_CONFIG_BYTES, Tokenizer, TokenizerError
 
 MAX_TEMPLATE_CHARS = 1 << 20
 MAX_OUTPUT_CHARS = 16 << 20
@@ -248,15 +249,14 @@ class ChatTemplate:
         folder = Path(folder)
         path = folder / "chat_template.jinja"
         try:
-            with path.open(encoding="utf-8") as f:
-                return cls(f.read(MAX_TEMPLATE_CHARS + 1), tokenizer, place=str(path))
-        except FileNotFoundError:
-            pass
+            if present(path):
+                source = read_bounded(path, 4 * MAX_TEMPLATE_CHARS).decode()  # the constructor counts characters
+                return cls(source, tokenizer, place=str(path))
         except (OSError, UnicodeDecodeError) as error:
-            raise ChatError(f"{path}: cannot be read ({error})") from None
+            raise ChatError(f"{path}: cannot be read ({why(error)})") from None
         path = folder / "tokenizer_config.json"
         try:
-            source = json.loads(path.read_bytes()).get("chat_template")
+            source = json.loads(read_bounded(path, MAX_CONFIG_BYTES)).get("chat_template")
         except (OSError, ValueError, AttributeError):
             return None  # the tokenizer's reader has said what is wrong with it
         if source is None:

@@ -266,10 +266,10 @@ class Client:
                 )
             if now - self._pinged_at > self._ping_s:
                 self._pinged_at = now
-                self._check_there("serve")
                 self._send("PING", os.urandom(16), {}, "serve", wait=False)
             message = self._receive("serve", min(self._ping_s, limit - now))
-            if message is None:
+            if message is None:  # only then: what a daemon said before it left is still to be read
+                self._check_there("serve")
                 continue
             kind, about, body = message
             if about == ident:

@@ -56,7 +56,7 @@ class EngineConfig:
     isa: str = setting("auto", "CPU instruction set", choices=("auto", "plain", "avx2", "avx512"))
     max_streams: int = setting(0, "requests decoding at once; 0: 64", low=0, high=64)
     max_queue: int = setting(0, "requests waiting; 0: 512", low=0, high=4096)
-    max_rows: int = setting(0, "rows of one round over all streams; 0: 1024", low=0, high=65536)
+    max_rows: int = setting(0, "rows of one round over all streams; 0: 1024, on cuda 640", low=0, high=65536)
     max_nodes: int = setting(0, "largest budget a builder may be given; 0: 64", low=0, high=256)
     prefill_chunk: int = setting(0, "prompt tokens of one step; 0: 256", low=0, high=65536)
     prefix_cache: bool = setting(True, "keep pages of finished prompts for the next request with the same start")
@@ -64,11 +64,12 @@ class EngineConfig:
     slow_reader_timeout_ms: int = setting(
         0, "a request without credit for so long is cancelled; 0: 30000", low=0, high=86_400_000
     )
+    share_devices: bool = setting(False, "several ranks may share a GPU: for tests, it is slower than one rank")
 
 
 @dataclass(frozen=True)
 class BuilderConfig:
-    name: str = setting("", "tree builder in force at start; empty: the engine's default", kind="name")
+    name: str = setting("", "tree builder in force at start; empty: the fastest, measured at every load", kind="name")
     budget: int = setting(0, "nodes of one stream's tree; 0: the builder's default", low=0, high=256)
 
 
@@ -346,7 +347,8 @@ def _endpoint_fits(value: str) -> bool:
 def _check_together(config: Config) -> None:
     """Settings that are fine alone and wrong together."""
     engine, server = config.engine, config.server
-    rows, chunk, streams = engine.max_rows or 1024, engine.prefill_chunk or 256, engine.max_streams or 64
+    rows = engine.max_rows or (640 if engine.device == "cuda" else 1024)
+    chunk, streams = engine.prefill_chunk or 256, engine.max_streams or 64
     if engine.prefill_chunk and chunk > rows:
         raise ConfigError(
             f"{config.origin('engine.prefill_chunk')}: engine.prefill_chunk = {chunk} is larger than "

@@ -285,6 +285,7 @@ class ControlLoop:
             )
             if not engine_id:
                 d.wanted_builder = (body["name"], body["budget"])
+                d.loader.choice = None
                 self.call(self.publish, "state", {"builder": body["name"], "generation": generation})
             return "DONE", {"generation": generation}
         reply = verbs.common(d, "control", kind, body)

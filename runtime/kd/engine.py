@@ -6,6 +6,7 @@ to an `EventStream` goes there, all others come out of `poll()`. Errors are `kd.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -16,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from kd import structs
 from kd.event_stream import EventStream
+from kd.files import present
 from kd.native import KdError, Library, constants, ffi, load_library, status_names
 from kd.structs import CODES, invalid
-from kd.values import Completion, Event, ModelInfo, Sampling
+from kd.values import Completion, Event, ModelInfo, RequestOptions, Sampling
 
 if TYPE_CHECKING:
     import numpy
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from kd.chat import ChatTemplate
     from kd.tokenizer import Tokenizer
 
-__all__ = ["Completion", "Engine", "Event", "EventStream", "ModelInfo", "Sampling"]
+__all__ = ["Completion", "Engine", "Event", "EventStream", "ModelInfo", "RequestOptions", "Sampling"]
 
 _SLICE_S = 0.1  # Python sees signals, and close() its turn, between two calls of the library only
 _NOBODY = 0  # in Engine._queues: events that belong to no EventStream, for poll()
@@ -62,6 +64,7 @@ class Engine:
         prefix_cache: bool = True,
         kv_bytes: int = 0,
         slow_reader_timeout_ms: int = 0,
+        share_devices: bool = False,
         draft: str | Path = "auto",
         library: str | Path | Library | None = None,
     ):
@@ -89,6 +92,7 @@ class Engine:
             prefix_cache=prefix_cache,
             kv_bytes=kv_bytes,
             slow_reader_timeout_ms=slow_reader_timeout_ms,
+            share_devices=int(share_devices),
         )
         out = ffi.new("kd_engine **")
         self._check(self._lib.kd_open(out, options))
@@ -150,10 +154,11 @@ class Engine:
         Ctrl-C, cancels the load and comes out of here once the memory is back. wait=False returns at once. The end
         also comes as a "load" event.
         """
+        folder = structs.path(path)
         tokenizer, chat = _read_text_side(Path(path))
         options, keep = structs.load_options(draft, tokenizer)
         with self._call() as handle:
-            self._check(self._lib.kd_load(handle, structs.path(path), options))
+            self._check(self._lib.kd_load(handle, folder, options))
             self._tokenizer, self._chat = tokenizer, chat
         del keep
         if wait:
@@ -242,44 +247,9 @@ class Engine:
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
-    def submit(
-        self,
-        tokens: Sequence[int],
-        *,
-        max_tokens: int,
-        sampling: Sampling | None = None,
-        stop_ids: Sequence[int] = (),
-        stop_strings: Sequence[str | bytes] = (),
-        credit: int = 0,
-        hash_logits: bool = False,
-        logprobs: bool = False,
-        cold: bool = False,
-        ignore_eos: bool = False,
-        builder: str | None = None,
-        budget: int = 0,
-        user: int = 0,
-    ) -> int:
-        """Queue a request and return its id; its events come out of `poll()`.
-
-        stop_ids: beside the model's own. stop_strings: the text ends before the first one found. credit: events it
-        may produce before `credit()`; 0 = 256. builder, budget: this request's own tree builder.
-        """
-        return self._submit(
-            False,
-            tokens,
-            max_tokens=max_tokens,
-            sampling=sampling,
-            stop_ids=stop_ids,
-            stop_strings=stop_strings,
-            credit=credit,
-            hash_logits=hash_logits,
-            logprobs=logprobs,
-            cold=cold,
-            ignore_eos=ignore_eos,
-            builder=builder,
-            budget=budget,
-            user=user,
-        )
+    def submit(self, tokens: Sequence[int], *, max_tokens: int, **options: Any) -> int:
+        """Queue a request and return its id; its events come out of `poll()`. options: fields of `RequestOptions`."""
+        return self._submit(False, tokens, max_tokens=max_tokens, **options)
 
     def cancel(self, id: int) -> str:
         """Returns "cancelled" (the request's last event will say so), "already_done" or "not_found"."""
@@ -403,7 +373,7 @@ class Engine:
 
     def _submit(self, own: bool, tokens: Sequence[int], **options: Any) -> int:
         """own: the events go to an EventStream, not to poll()."""
-        request, keep = structs.request(tokens, **options)
+        request, keep = structs.request(tokens, RequestOptions(**options))
         out = ffi.new("uint64_t *")
         with self._call() as handle, self._changed:  # no event is handed out before its request is known here
             self._check(self._lib.kd_submit(handle, request, out))
@@ -479,8 +449,15 @@ class Engine:
 
 def _read_text_side(folder: Path) -> tuple[Tokenizer | None, ChatTemplate | None]:
     """Tokenizer and chat template of a folder; None where it has none."""
-    if not (folder / "tiktoken.model").exists():
-        return None, None
+    try:
+        if not present(folder / "tiktoken.model"):
+            return None, None  # of a folder that is none the library says what is wrong
+    except OSError as error:
+        raise structs.failure(
+            "KD_E_IO",
+            f"{folder}: the model folder cannot be read by user {os.geteuid()} ({error.strerror}): "
+            "give that user access to it and to the folders above",
+        ) from None
     from kd.chat import ChatError, ChatTemplate
     from kd.tokenizer import Tokenizer, TokenizerError
 

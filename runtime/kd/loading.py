@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kd import wire
+from kd import choose, wire
+from kd.files import present, read_bounded, why
 from kd.wire import ProtocolError
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 WARM_TOKENS = 12
 WARM_TIMEOUT_S = 300
 MAX_GOLDEN_BYTES = 1 << 20
+CANCEL_S = 5.0  # a cancelled load is gone by then, or by the stall limit if that is shorter, or something in it hangs
 
 
 def _first_difference(a: list, b: list) -> int:
@@ -32,7 +34,9 @@ class Loader:
         self._lock = threading.Lock()
         self._busy = False
         self._asked = False  # whether there ever was a load to report on
+        self._left_behind = ""  # the folder of a stalled load that could not be cancelled and has not ended
         self.warming = False
+        self.choice: choose.Choice | None = None  # of the builder, where none is configured
 
     @property
     def busy(self) -> bool:
@@ -63,6 +67,12 @@ class Loader:
         with self._lock:
             if self._busy:
                 raise ProtocolError("BUSY", "a load is under way: wait, or cancel it with LOAD_CANCEL", retry_ms=2000)
+            if self._left_behind:
+                raise ProtocolError(
+                    "BUSY",
+                    f"the stalled load of {self._left_behind} could not be cancelled and still hangs: mend its disk, or "
+                    "restart the daemon",
+                )
             if self.d.model_path is not None:
                 raise ProtocolError("CONFLICT", f"{self.d.model_path} is loaded: unload it first")
             self._busy = self._asked = True
@@ -71,20 +81,17 @@ class Loader:
         """Load and warm up; raises what went wrong, with nothing left loaded. `claim()` came before."""
         d = self.d
         began = time.monotonic()
-        stall = threading.Event()
-        guard = threading.Thread(target=self._guard, args=(stall,), name="kd-load-guard", daemon=True)
         try:
             d.state.enter("loading")
             d.log.info("loading", model=path)
-            guard.start()
-            d.engine.load(path, draft=draft)
-            stall.set()
+            self._load(path, draft)
             loaded = time.monotonic()
             d.state.enter("warming")
             self.warming = True
             try:
                 d.apply_builder()
-                self.warm_up(Path(path))
+                self.warm_up(Path(path), draft)
+                self.choose_builder()
             except Exception:
                 self._undo()
                 raise
@@ -96,7 +103,6 @@ class Loader:
                 warm_ms=int((time.monotonic() - loaded) * 1000),
             )
         finally:
-            stall.set()
             self.warming = False
             self._busy = False
 
@@ -106,34 +112,76 @@ class Loader:
         except Exception as error:
             self.d.log.warning("unload after a failed warm-up failed", error=str(error))
 
-    def _guard(self, done: threading.Event) -> None:
-        """Cancel a load that no longer reads anything: a stall, not a total time, is the limit."""
-        limit_s = self.d.config.server.load_stall_timeout_ms / 1000
+    def _load(self, path: str, draft: str) -> None:
+        """engine.load(), ended when it no longer reads anything: a stall, not a total time, is the limit. Raises what that
+        raises, or TIMEOUT. The work is on a thread of its own, which is left behind if it cannot even be cancelled."""
+        ended = threading.Event()
+        outcome: list[Exception | None] = []
+
+        def work() -> None:
+            error = None
+            try:
+                self.d.engine.load(path, draft=draft)
+            except Exception as caught:
+                error = caught
+            with self._lock:
+                outcome.append(error)
+                ended.set()
+                if not self._left_behind:
+                    return
+            if error is None:  # long after everybody was told that it failed
+                self._undo()
+            self._left_behind = ""
+            self.d.log.warning("the stalled load has ended after all", model=path, error=error and str(error))
+
+        threading.Thread(target=work, name="kd-loading", daemon=True).start()
+        stalled = self._guard(ended)
+        if stalled and not ended.wait(min(CANCEL_S, self.d.config.server.load_stall_timeout_ms / 1000)):
+            with self._lock:
+                self._left_behind = "" if outcome else path
+        failure = outcome[0] if outcome else None
+        if stalled and not (outcome and failure is None):
+            raise ProtocolError("TIMEOUT", f"{path}: {stalled}")
+        if failure is not None:
+            raise failure
+
+    def _guard(self, ended: threading.Event) -> str:
+        """Waits for a load and tells how it goes. Returns "", or why it was cancelled."""
+        limit_ms = self.d.config.server.load_stall_timeout_ms
         last, since = None, time.monotonic()
-        while not done.wait(min(0.5, limit_s / 4)):
+        while not ended.wait(min(0.5, limit_ms / 4000)):
             now = self.progress()
             mark = now and (now["phase"], now["bytes_done"])
             if mark != last:
                 last, since = mark, time.monotonic()
                 self.d.load_progress(now)
-            elif time.monotonic() - since > limit_s:
-                self.d.log.error("load stalled", phase=now and now["phase"], limit_ms=int(limit_s * 1000))
+            elif time.monotonic() - since > limit_ms / 1000:
+                phase = now["phase"] if now else "open"
+                self.d.log.error("load stalled", phase=phase, limit_ms=limit_ms)
                 try:
                     self.d.engine.load_cancel()
                 except Exception as error:
                     self.d.log.warning("a stalled load cannot be cancelled", error=str(error))
-                return
+                return (
+                    f"the load stalled in phase {phase}, without progress for {limit_ms} ms: see whether its disk answers, "
+                    "or raise server.load_stall_timeout_ms"
+                )
+        return ""
 
     # ---- warm-up
 
-    def warm_up(self, path: Path) -> None:
+    def warm_up(self, path: Path, draft: str) -> None:
         """The same tokens and hashes from `none` and from the builder in force, and golden.json's if there is one.
 
-        golden.json: {"prompt_tokens": [ids], "tokens": [ids]}, decoded greedily."""
+        golden.json: {"prompt_tokens": [ids], "tokens": [ids], "content_hash": "16 hex digits"}: what the prompt gives
+        greedily, and, if it is there, kd_model_info.content_hash of the folder with the drafter in it. The tokens show that
+        this build computes rightly, the hash that no byte of the weights has changed."""
         engine = self.d.engine
-        prompt = self._prompt(engine)
-        plain = self._decode(prompt, WARM_TOKENS, "none")
-        built = self._decode(prompt, WARM_TOKENS, None)
+        room = engine.info.max_positions
+        prompt = self._prompt(engine)[: max(1, room // 2)]
+        most = max(1, min(WARM_TOKENS, room - len(prompt)))
+        plain = self._decode(prompt, most, "none")
+        built = self._decode(prompt, most, None)
         if plain != built:
             at = _first_difference(list(zip(*plain, strict=True)), list(zip(*built, strict=True)))
             raise ProtocolError(
@@ -142,18 +190,50 @@ class Loader:
                 "is not exact on this machine; report it, and run with builder none",
             )
         golden = path / "golden.json"
-        if golden.is_file():
-            self._check_golden(golden)
+        if present(golden):
+            self._check_golden(golden, own_draft=draft == "auto")
 
-    def _check_golden(self, golden: Path) -> None:
+    def choose_builder(self) -> None:
+        """Where no builder is configured: measure which is the fastest here, and put it in force."""
+        self.choice = None
+        d, engine = self.d, self.d.engine
+        if d.wanted_builder[0]:
+            return
+        info, tokenizer = engine.info, engine.tokenizer
+        longest = max(1, min(info.max_positions, info.kv_tokens) // 2)
+        texts = choose.prompts(tokenizer.encode if tokenizer else None, info.vocab_size, longest)
+        among = choose.candidates(d.max_nodes, bool(info.draft_layers))
         try:
-            with golden.open("rb") as f:
-                want = json.loads(f.read(MAX_GOLDEN_BYTES))
+            choice = choose.choose(self._timed, texts, among, longest)
+        except choose.Inexact as error:
+            name, budget, at = error.args
+            raise ProtocolError(
+                "MODEL",
+                f"warm-up: builder {name} with budget {budget} changed the output at token {at}: the engine is not exact on "
+                "this machine; report it, and run with builder none",
+            ) from None
+        engine.use_builder(choice.builder, choice.budget)
+        self.choice = choice
+        d.log.info("builder chosen", builder=choice.builder, budget=choice.budget, why=choice.reason)
+
+    def _check_golden(self, golden: Path, *, own_draft: bool) -> None:
+        try:
+            want = json.loads(read_bounded(golden, MAX_GOLDEN_BYTES))
             prompt, tokens = list(want["prompt_tokens"]), list(want["tokens"])
             if not prompt or not tokens or not all(type(t) is int for t in prompt + tokens):
                 raise ValueError("needs two non-empty lists of token ids")
+            content_hash = want.get("content_hash")
+            if not isinstance(content_hash, str | None):
+                raise ValueError("content_hash is a string of hex digits")
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ProtocolError("MODEL", f"{golden} cannot be used ({error}): mend it or remove it") from None
+            raise ProtocolError("MODEL", f"{golden} cannot be used ({why(error)}): mend it or remove it") from None
+        found = f"{self.d.engine.info.content_hash:016x}"
+        if own_draft and content_hash is not None and content_hash != found:
+            raise ProtocolError(
+                "MODEL",
+                f"{golden.parent}: config or tensors have the content hash {found}, golden.json was made with "
+                f"{content_hash}: the files are damaged or not those, copy the folder again",
+            )
         got = self._decode(prompt, len(tokens), None)[0]
         if got != tokens:
             at = _first_difference(got, tokens)
@@ -169,8 +249,23 @@ class Loader:
             return list(tokenizer.encode("def greet(name):\n    return"))
         return [i % engine.info.vocab_size for i in range(1, 9)]
 
-    def _decode(self, prompt: list[int], max_tokens: int, builder: str | None) -> tuple[list[int], list[int]]:
-        """(tokens, hashes) of a cold greedy request. Its events come through the serve thread, the engine's poller."""
+    def _timed(self, prompt: list[int], max_tokens: int, builder: str, budget: int) -> tuple[list[int], int, float]:
+        """As choose.Run wants it: the first event is the prefill's, time runs from there."""
+        marks: list[tuple[float, int]] = []
+        tokens, _ = self._decode(prompt, max_tokens, builder, budget, marks)
+        return tokens, sum(n for _, n in marks[1:]), marks[-1][0] - marks[0][0]
+
+    def _decode(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        builder: str | None,
+        budget: int = 0,
+        marks: list[tuple[float, int]] | None = None,
+    ) -> tuple[list[int], list[int]]:
+        """(tokens, hashes) of a cold greedy request. Its events come through the serve thread, the engine's poller.
+
+        marks: gets when each event came and how many tokens it brought; then there are no hashes."""
         user, events = self.d.hub.inner_open()
         tokens: list[int] = []
         hashes: list[int] = []
@@ -179,10 +274,11 @@ class Loader:
                 prompt,
                 max_tokens=max_tokens,
                 sampling=self.d.make_sampling(),
-                hash_logits=True,
+                hash_logits=marks is None,
                 cold=True,
                 ignore_eos=True,
                 builder=builder,
+                budget=budget,
                 user=user,
             )
             limit = time.monotonic() + WARM_TIMEOUT_S
@@ -195,6 +291,8 @@ class Loader:
                 if event is None:
                     raise ProtocolError("FATAL", "the engine failed during warm-up")
                 tokens += event.tokens
+                if marks is not None and event.tokens:
+                    marks.append((time.monotonic(), len(event.tokens)))
                 hashes += event.hashes
                 if event.type == "end":
                     if event.status:

@@ -1,12 +1,14 @@
 """The daemon's log: one record a line on a file descriptor, as JSON or text. Never holds prompts or completions.
 
-A log that cannot be written (disk full, closed pipe) is counted and otherwise ignored: it must not stop the daemon.
+A log that cannot be written (disk full, closed pipe, a pipe that nobody reads) is counted and otherwise ignored: it must
+not stop the daemon.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import threading
 import time
 from typing import Any
@@ -36,11 +38,22 @@ class Log:
         data = (line.replace("\n", " ") + "\n").encode("utf-8", "backslashreplace")
         with self._lock:
             try:
-                written = os.write(self._fd, data)
+                complete = self._put(data)
             except OSError:
-                written = -1
-            if written != len(data):
+                complete = False
+            if not complete:
                 self.dropped += 1
+
+    def _put(self, data: bytes) -> bool:
+        """Whether all of it is written. Never waits: what is writable takes PIPE_BUF bytes at once. The descriptor is
+        others' too (a terminal, the journal), so it is not made non-blocking."""
+        for at in range(0, len(data), select.PIPE_BUF):
+            part = data[at : at + select.PIPE_BUF]
+            poller = select.poll()
+            poller.register(self._fd, select.POLLOUT)
+            if not poller.poll(0) or os.write(self._fd, part) != len(part):
+                return False
+        return True
 
     def debug(self, message: str, **fields: Any) -> None:
         self.write("debug", message, **fields)

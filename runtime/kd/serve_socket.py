@@ -278,7 +278,13 @@ class ServeThread(threading.Thread):
         self.hub.close(session)
         self.hub.counts["refused"] += 1
         level = "error" if error.name in ("INTERNAL", "FATAL") else "info"
-        self.log.write(level, "request refused", request=session.name, error=error.name, reason=error.message)
+        self.log.write(
+            level,
+            "request refused",
+            request=session.name,
+            error=_blame(error.name, error.message),
+            reason=error.message,
+        )
         if error.name == "FATAL":
             self.d.fail(error.message, 70)
         if not session.orphan:
@@ -391,7 +397,7 @@ class ServeThread(threading.Thread):
             "request ended",
             request=session.name,
             finish=finish,
-            error=None if name in ("CANCELLED", "LEASE_EXPIRED") else name,  # leaving is a client's right
+            error=_blame(name, message),
             reason=message,
             tokens=session.total_tokens,
             rounds=session.rounds,
@@ -463,6 +469,11 @@ class ServeThread(threading.Thread):
             if client.sessions and now - client.sent_at >= BEAT_S:
                 turns = self.d.watch.stats.get("turns", 0)
                 self._send(client.peer, "BEAT", protocol.NO_ID, {"turns": turns}, optional=True)
+
+
+def _blame(name: str | None, message: str | None) -> str | None:
+    """The error a log names. To cancel or to leave is a client's right; a lease that ran out is told."""
+    return None if name == "CANCELLED" or message == CLIENT_GONE else name
 
 
 def rows_of(sessions: list[Session]) -> verbs.Reply:

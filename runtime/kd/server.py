@@ -280,9 +280,13 @@ class Daemon:
                 limit=positions,
             )
 
+    @property
+    def max_nodes(self) -> int:
+        return self.config.engine.max_nodes or MAX_NODES
+
     def check_budget(self, budget: int) -> None:
         """Raises ProtocolError, in the words of the configuration: the library knows its options by other names."""
-        most = self.config.engine.max_nodes or MAX_NODES
+        most = self.max_nodes
         if budget > most:
             raise ProtocolError(
                 "BAD_FIELD",
@@ -292,10 +296,15 @@ class Daemon:
             )
 
     def apply_builder(self) -> None:
-        """Put the configured builder in force; a model without a drafter keeps the engine's own."""
+        """Put the configured builder in force, or, until one is chosen, trees, which the warm-up is to prove; a model
+        without a drafter keeps the engine's own."""
         name, budget = self.wanted_builder
-        if name:
+        if name and name != "none" and not self.engine.info.draft_layers:
+            self.log.warning("the model has no drafter: builder none is in force", wanted=name)
+        elif name:
             self.engine.use_builder(name, budget)
+        elif self.engine.info.draft_layers:
+            self.engine.use_builder("heap")
 
     def unload(self) -> int:
         """Free the model. Returns the bytes freed."""
@@ -303,7 +312,7 @@ class Daemon:
             raise ProtocolError("BUSY", "a load is under way: cancel it first", retry_ms=1000)
         if self.model_path is None:
             raise ProtocolError("STATE", "no model is loaded")
-        path, self.model_path = self.model_path, None
+        path, self.model_path, self.loader.choice = self.model_path, None, None
         freed = self.engine.unload()
         self.state.enter("empty")
         self.log.info("model unloaded", model=path, freed_bytes=freed)
@@ -315,7 +324,7 @@ class Daemon:
         if on and self.model_path is None:
             raise ProtocolError("STATE", "no model is loaded: there is nothing to drain")
         self.engine.drain(on)
-        self.state.drain(on)
+        self.state.drain(on, "ready" if self.model_path is not None else "empty")
 
     def cease(self) -> None:
         """Before leaving: no new work in the engine, no load. [operations thread]"""
@@ -380,7 +389,7 @@ class Daemon:
         while self._hard_exit_at is not None:
             left = self._hard_exit_at - time.monotonic()
             if left <= 0:
-                self.log.error("a thread did not end in time: leaving without it")
+                self.log.error("a thread did not end in time: leaving without it")  # never waits
                 self.exit_now(self.state.exit_status if self.state.failed else EX_SOFTWARE)
             time.sleep(min(0.2, max(0.01, left)))
 

@@ -94,6 +94,9 @@ class Client:
         self.sessions: dict[bytes, Session] = {}
 
 
+COUNTERS = ("opened", "refused", "stop", "length", "cancelled", "error", "client_gone")  # since the start
+
+
 class Hub:
     """All clients and requests of the daemon."""
 
@@ -105,7 +108,7 @@ class Hub:
         self.inner: dict[int, queue.SimpleQueue] = {}  # the daemon's own requests: warm-up
         self.ended: collections.OrderedDict[tuple[bytes, bytes], bytes] = collections.OrderedDict()
         self._users = itertools.count(1)
-        self.counts: collections.Counter[str] = collections.Counter()
+        self.counts = dict.fromkeys(COUNTERS, 0)
 
     # -- clients
 

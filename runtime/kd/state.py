@@ -36,13 +36,13 @@ class DaemonState:
         self._changed(name, "")
         return True
 
-    def drain(self, on: bool) -> None:
-        """Draining overlays ready: turning it off goes back there."""
+    def drain(self, on: bool, back: str = "ready") -> None:
+        """Draining overlays ready: turning it off goes `back`, to empty if the model has gone meanwhile."""
         with self._lock:
             if self.name in ("failed", "stopped"):
                 return
             self.draining = on
-        self.enter("draining" if on else "ready")
+        self.enter("draining" if on else back)
 
     def fail(self, reason: str, exit_status: int) -> bool:
         """Latch a failure; False if there was one before."""

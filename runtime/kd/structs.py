@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kd.native import KdError, constants, ffi, status_names
-from kd.values import Event, ModelInfo, Sampling
+from kd.values import Event, ModelInfo, RequestOptions, Sampling
 
 if TYPE_CHECKING:
     from kd.tokenizer import Tokenizer
@@ -134,51 +134,36 @@ def load_options(draft: str | Path, tokenizer: Tokenizer | None) -> tuple[Any, l
     return struct, keep
 
 
-def request(
-    tokens: Sequence[int],
-    *,
-    max_tokens: int,
-    sampling: Sampling | None = None,
-    stop_ids: Sequence[int] = (),
-    stop_strings: Sequence[str | bytes] = (),
-    credit: int = 0,
-    hash_logits: bool = False,
-    logprobs: bool = False,
-    cold: bool = False,
-    ignore_eos: bool = False,
-    builder: str | None = None,
-    budget: int = 0,
-    user: int = 0,
-) -> tuple[Any, list[Any]]:
+def request(tokens: Sequence[int], o: RequestOptions) -> tuple[Any, list[Any]]:
     """kd_request."""
-    sampling = sampling or Sampling()
-    prompt, stops = token_ids("tokens", tokens), token_ids("stop_ids", stop_ids)
+    sampling = o.sampling or Sampling()
+    prompt, stops = token_ids("tokens", tokens), token_ids("stop_ids", o.stop_ids)
     keep: list[Any] = [prompt, stops]
     struct = new("kd_request")
     struct.tokens, struct.n_tokens = pointer(prompt), len(prompt)
-    put(struct, max_tokens=max_tokens, credit=credit, user=user, budget=budget)
+    put(struct, max_tokens=o.max_tokens, credit=o.credit, user=o.user, budget=o.budget)
     for name in ("temperature", "top_p", "min_p", "top_k", "seed", "choice"):
         put(struct, **{name: getattr(sampling, name)})
-    flags = HASH_LOGITS * bool(hash_logits) | LOGPROBS * bool(logprobs) | COLD * bool(cold)
-    flags |= IGNORE_EOS * bool(ignore_eos) | OWN_BUILDER * (builder is not None)
+    flags = HASH_LOGITS * bool(o.hash_logits) | LOGPROBS * bool(o.logprobs) | COLD * bool(o.cold)
+    flags |= IGNORE_EOS * bool(o.ignore_eos) | OWN_BUILDER * (o.builder is not None)
     struct.flags = flags
     if stops:
         struct.stop_ids, struct.n_stop_ids = pointer(stops), len(stops)
-    if isinstance(stop_strings, (str, bytes)):
+    if isinstance(o.stop_strings, (str, bytes)):
         raise invalid("stop_strings is one text; give a list of texts")
-    if stop_strings:
-        entries = ffi.new("kd_stop_string[]", len(stop_strings))
-        for entry, stop in zip(entries, stop_strings, strict=True):
+    if o.stop_strings:
+        entries = ffi.new("kd_stop_string[]", len(o.stop_strings))
+        for entry, stop in zip(entries, o.stop_strings, strict=True):
             raw = stop.encode() if isinstance(stop, str) else bytes(stop)
             keep.append(ffi.new("char[]", raw + b"\0"))
             entry.bytes, entry.length = keep[-1], len(raw)
-        struct.stop_strings, struct.n_stop_strings = entries, len(stop_strings)
+        struct.stop_strings, struct.n_stop_strings = entries, len(o.stop_strings)
         keep.append(entries)
-    if builder is not None:
-        keep.append(ffi.new("char[]", text(builder)))
+    if o.builder is not None:
+        keep.append(ffi.new("char[]", text(o.builder)))
         struct.builder = keep[-1]
-    elif budget:
-        raise invalid(f"budget = {budget} without a builder; name one, or call use_builder")
+    elif o.budget:
+        raise invalid(f"budget = {o.budget} without a builder; name one, or call use_builder")
     return struct, keep
 
 

@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from kd.files import TooLarge, read_bounded
+
 # Kimi K2's published split pattern, tried in this order: runs of Han; words with case split and an English
 # contraction; words that start in capitals; up to three digits; punctuation; line ends; spaces. `&&[^\p{Han}]` is set
 # intersection, which tiktoken's regex engine has and most do not.
@@ -214,12 +216,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _read(path: Path, limit: int) -> bytes:
     try:
-        with path.open("rb") as f:
-            raw = f.read(limit + 1)
+        return read_bounded(path, limit)
+    except TooLarge:
+        raise TokenizerError(f"{path}: is larger than {limit} bytes; this is no tokenizer file") from None
     except OSError as error:
         raise TokenizerError(
             f"{path}: cannot be read ({error.strerror}); a model folder needs it to serve text"
         ) from None
-    if len(raw) > limit:
-        raise TokenizerError(f"{path}: is larger than {limit} bytes; this is no tokenizer file")
-    return raw

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -36,6 +37,24 @@ class Sampling:
     top_k: int = 0
     seed: int = 0
     choice: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestOptions:
+    """What a request may say beside its prompt: the keyword arguments of `Engine.submit()`, `stream()`, `generate()`."""
+
+    max_tokens: int
+    sampling: Sampling | None = None  # None: Sampling()
+    stop_ids: Sequence[int] = ()  # beside the model's own
+    stop_strings: Sequence[str | bytes] = ()  # the text ends before the first one found
+    credit: int = 0  # events it may produce before `Engine.credit()`; 0 = 256
+    hash_logits: bool = False  # fill Event.hashes
+    logprobs: bool = False  # fill Event.logprobs
+    cold: bool = False  # do not use pages of earlier prompts
+    ignore_eos: bool = False  # the model's own stop ids do not end it
+    builder: str | None = None  # its own tree builder, and
+    budget: int = 0  # that one's budget; 0 = the builder's default
+    user: int = 0  # comes back in every event
 
 
 @dataclass(frozen=True, slots=True)

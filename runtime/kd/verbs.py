@@ -116,6 +116,7 @@ def status(daemon: Daemon) -> Reply:
         "log_dropped": daemon.log.dropped,
         "device": daemon.config.engine.device,
         "library": daemon.library,
+        "builder_choice": daemon.loader.choice and daemon.loader.choice.as_dict(),
         **daemon.endpoints,
     }
     return "STATUS", {
@@ -166,8 +167,11 @@ def detokenize(daemon: Daemon, body: dict[str, Any]) -> Reply:
     for token in body["tokens"]:
         if token >= size:
             raise ProtocolError("TOKEN", f"token id {token} is outside the vocabulary of {size}")
-    raw = tool.decode_bytes(body["tokens"])
-    return "TEXT", text_fields(raw)
+    reply = text_fields(tool.decode_bytes(body["tokens"]))
+    sizes = len(reply["text"].encode()), len(reply["raw"] or b"")
+    if max(sizes) > wire.MAX_TEXT_BYTES or sum(sizes) > wire.MAX_BODY_BYTES["reply"] - 4096:  # the rest of the message
+        raise ProtocolError("TOO_LARGE", f"the text has {sizes[0]} bytes, more than a reply holds: send fewer tokens")
+    return "TEXT", reply
 
 
 def text_fields(raw: bytes) -> dict[str, Any]:

@@ -30,6 +30,8 @@ DEFAULT_CREDIT = 256
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_IDS = 16
+MAX_DETOKENIZE = 65_536  # ids of one DETOKENIZE
+MAX_TEXT_BYTES = 8 << 20
 
 # ---- errors ----
 
@@ -162,15 +164,17 @@ class Field:
     low: float = 0
     high: float = MAX_INT
     choices: tuple[str, ...] = ()
+    setting: str = ""  # of the daemon, which may set a lower limit than `high`
 
 
 def _id_field(required: bool = True) -> Field:
     return Field("bin", required, low=ID_BYTES, high=ID_BYTES)
 
 
-_TEXT = Field("str", high=8 << 20)
+_TEXT = Field("str", high=MAX_TEXT_BYTES)
 _NAME = Field("str", low=1, high=31)
 _MESSAGES = Field("messages", high=1024)
+_BUDGET = Field("int", default=0, high=256, setting="engine.max_nodes")
 
 GENERATE = {
     "prompt": _TEXT,
@@ -192,7 +196,7 @@ GENERATE = {
     "cold": Field("bool", default=False),
     "ignore_eos": Field("bool", default=False),
     "builder": _NAME,
-    "budget": Field("int", default=0, high=256),
+    "budget": _BUDGET,
     "lease_ms": Field("int", low=1000, high=600_000),
     "deadline_ms": Field("int", default=0, high=86_400_000),
 }
@@ -203,7 +207,7 @@ _BOTH: dict[str, dict[str, Field]] = {
     "PING": {},
     "STATUS": {},
     "TOKENIZE": {"text": _TEXT, "messages": _MESSAGES, "thinking": Field("bool")},
-    "DETOKENIZE": {"tokens": Field("ids", True, high=1 << 20)},
+    "DETOKENIZE": {"tokens": Field("ids", True, high=MAX_DETOKENIZE)},
     "BUILDERS": {},
 }
 REQUESTS: dict[str, dict[str, dict[str, Field]]] = {
@@ -223,7 +227,7 @@ REQUESTS: dict[str, dict[str, dict[str, Field]]] = {
         "UNLOAD": {},
         "USE_BUILDER": {
             "name": Field("str", True, low=1, high=31),
-            "budget": Field("int", default=0, high=256),
+            "budget": _BUDGET,
             "request": _id_field(False),
         },
         "DRAIN": {"on": Field("bool", default=True)},
@@ -290,7 +294,7 @@ REPLIES: dict[str, dict[str, Field]] = {
         "timings": Field("map"),
     },
     "TOKENS": {"tokens": Field("ids", True, high=1 << 20)},
-    "TEXT": {"text": Field("str", True, high=8 << 20), "raw": Field("bin", high=8 << 20)},
+    "TEXT": {"text": Field("str", True, high=MAX_TEXT_BYTES), "raw": Field("bin", high=MAX_TEXT_BYTES)},
     "BUILDERS": {"builders": Field("maps", True)},
     "REQUESTS": {"requests": Field("maps", True), "more": Field("int", default=0)},
     "ACCEPTED": {
@@ -368,7 +372,8 @@ def _check_value(name: str, field: Field, value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, int):
             raise _fail(name, "must be an integer")
         if not field.low <= value <= field.high:
-            raise _fail(name, f"must be between {field.low} and {int(field.high)}, not {value}")
+            which = f" and at most the daemon's {field.setting}" if field.setting else ""
+            raise _fail(name, f"must be between {field.low} and {int(field.high)}{which}, not {value}")
     elif kind == "float":
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise _fail(name, "must be a number")

@@ -34,7 +34,7 @@ whole vocabulary, [n][vocab]: give rank r the columns [vocab_begin, vocab_begin 
 the same.
 """
 
-from . import accept, draft, kv, linear, mla, model, moe, rows, sample, tree
+from . import accept, draft, kv, linear, mla, model, moe, plan, rows, sample, tree
 from .base import (
     MASK_WORDS,
     MAX_DEPTH,
@@ -55,7 +55,11 @@ from .base import (
     unpack4,
 )
 
-OPS = {name: op for module in (rows, linear, mla, moe, draft, sample, accept) for name, op in module.OPS.items()}
+OPS = {
+    name: op
+    for module in (rows, linear, mla, moe, draft, sample, plan, tree, accept)
+    for name, op in module.OPS.items()
+}
 
 __all__ = [
     "MASK_WORDS",
@@ -81,6 +85,7 @@ __all__ = [
     "mla",
     "model",
     "moe",
+    "plan",
     "pack4",
     "rows",
     "sample",

@@ -13,6 +13,9 @@ def tree_accept(trees, choice, v):
     node = np.full((streams, MAX_DEPTH + 1), -1, np.int32)
     for s in range(streams):
         first, end = trees["first_row"][s : s + 2]
+        if first == end:  # takes no part
+            n[s] = 0
+            continue
         parent, token, chosen = (a[first:end] for a in (trees["parent"], v["token"], choice["token"]))
         at = node[s, 0] = 0
         while n[s] <= MAX_DEPTH:
@@ -28,6 +31,8 @@ def kv_commit(kv, kept, trees, v):
     """kv [pool rows][width] -> kv with slot prefix + node[j] moved to prefix + j; the rest stays as it was"""
     kv = np.array(kv)
     for s, n in enumerate(kept["n"]):
+        if n == 0:
+            continue
         root = trees["first_row"][s]
         stream, prefix = v["stream"][root], v["prefix"][root]
         node = kept["node"][s, :n]
@@ -39,6 +44,8 @@ def keep_taps(ring, taps, ring_slot, kept, trees, v, ring_rows):
     """ring [slots * ring_rows][width]: row ring_slot[stream] * ring_rows + position % ring_rows gets the tap -> ring"""
     ring = np.array(ring)
     for s, n in enumerate(kept["n"]):
+        if n == 0:
+            continue
         root = trees["first_row"][s]
         for j in range(n):
             at = ring_slot[v["stream"][root]] * ring_rows + (v["position"][root] + j) % ring_rows
@@ -57,8 +64,9 @@ def rounds(rng):
         ([1, 5, 33, 257, 2], [64, 0, 63, 100, 200]),
         ([40, 3], [127, 1]),
         ([17, 21], [33, 60]),
+        ([0, 4, 0, 9, 0], [10, 3, 50, 64, 7]),  # three take no part
     ]:
-        trees = [random_tree(rng, n) for n in sizes]
+        trees = [random_tree(rng, n) if n else np.zeros(0, np.int32) for n in sizes]
         if sizes == [17, 21]:  # a chain to the very end, and one with a sibling at every step
             trees = [
                 np.arange(-1, 16, dtype=np.int32),
@@ -103,12 +111,12 @@ def tree_accept_cases(rng):
 
 
 def kv_commit_cases(rng):
-    for (v, rows, trees, kept), width in zip(kept_rounds(rng), [1, 7, 80, 33, 24], strict=True):
+    for (v, rows, trees, kept), width in zip(kept_rounds(rng), [1, 7, 80, 33, 24, 40], strict=True):
         yield {"kv": rand(rng, rows, width), "kept": kept, "trees": trees, "v": v}
 
 
 def keep_taps_cases(rng):
-    for (v, _, trees, kept), width in zip(kept_rounds(rng), [1, 7, 96, 33, 24], strict=True):
+    for (v, _, trees, kept), width in zip(kept_rounds(rng), [1, 7, 96, 33, 24, 40], strict=True):
         streams = len(kept["n"])
         ring_slot = rng.permutation(streams + 2)[:streams].astype(np.int32)
         yield {

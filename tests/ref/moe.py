@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from .base import Experts, Op, Shape, dequantise, f64, rand, rand_w4, silu
+from .base import W4, Experts, Op, Shape, dequantise, f64, pack4, rand, rand_w4, silu, unpack4
 
 
 def router_scores(h, router):
@@ -25,6 +25,41 @@ def route_margin(h, router, bias, s):
     choice = -np.sort(-(router_scores(h, router) + f64(bias)), axis=1)
     k = s.experts_per_token
     return choice[:, k - 1] - choice[:, k] if k < choice.shape[1] else np.full(len(choice), np.inf)
+
+
+# The lanes of a product: row g and its eighth below, four neighbours of k (native/cuda/w4_layout.h).
+LANE, WORD, NIBBLE = np.ogrid[:32, :4, :8]
+TILE_ROW = 16 * (WORD // 2) + LANE // 4 + 8 * (NIBBLE % 2)
+TILE_COLUMN = 8 * (LANE % 4) + 4 * (WORD % 2) + 2 * (NIBBLE // 2 % 2) + NIBBLE // 4
+
+
+def tile_rows(n, inter=0):
+    """[n / 32 strips][32]: which row of a matrix of n rows is which of a strip; inter: it is `inter` rows of gate, then of up"""
+    strip, row = np.ogrid[: n // 32, :32]
+    if not inter:
+        return 32 * strip + row
+    return np.where(row % 16 < 8, 0, inter) + 16 * strip + 8 * (row // 16) + row % 8
+
+
+def tile(w, count, inter=0):
+    """W4 of `count` matrices back to back, n rows each -> the same words and scales as moe() of CUDA has them.
+
+    q: uint32 [count][n / 32 strips][k / 32 bricks][32 lanes][4], s: uint16 [count][strips][bricks][8][4], in the shapes of w.
+    """
+    n = len(w.q) // count
+    rows = tile_rows(n, inter)
+    value = unpack4(w.q).reshape(count, n, -1, 32)[:, rows]  # [count][strip][row][brick][column]
+    q = pack4(value.swapaxes(2, 3)[..., TILE_ROW, TILE_COLUMN])  # [count][strip][brick][lane][word]
+    scale = w.s.reshape(count, n, -1)[:, rows].swapaxes(2, 3)  # [count][strip][brick][row]
+    s = scale.reshape(*scale.shape[:3], 4, 8).swapaxes(3, 4)  # rows g, g + 8, g + 16, g + 24 side by side
+    return W4(q.reshape(w.q.shape), np.ascontiguousarray(s).reshape(w.s.shape))
+
+
+def pack_experts(w, device):
+    """Experts as a checkpoint has them -> (gate_up.q, gate_up.s, down.q, down.s) as moe() of `device` has them"""
+    if device == "cpu":
+        return (*w.gate_up, *w.down)
+    return (*tile(w.gate_up, w.count, len(w.gate_up.q) // w.count // 2), *tile(w.down, w.count))
 
 
 def run_experts(h, expert, weight, gate_up, down):

@@ -14,7 +14,7 @@ for kind in "${@:-asan tsan}"; do for name in $kind; do
     esac
     out=build/out/$name
     echo "$name: building"
-    OUT=$out FLAGS=$flags build/make.sh cpu
+    BUILD_OUT=$out FLAGS=$flags build/make.sh cpu
     for program in examples/embed.c tests/sanitize/stress.c; do
         # shellcheck disable=SC2086
         gcc -std=c11 -O1 -g $flags -pthread -Iinclude "$program" -o "$out/$(basename "$program" .c)" \

@@ -1,0 +1,38 @@
+#include "probe_device.h"
+
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+
+#include "threads.h"
+
+namespace kd::probe {
+
+using Clock = std::chrono::steady_clock;
+
+struct Stopwatch::Marks {
+    Clock::time_point start;
+};
+
+Stopwatch::Stopwatch() : marks_(std::make_unique<Marks>()) {}
+Stopwatch::~Stopwatch() = default;
+void Stopwatch::start() { marks_->start = Clock::now(); }
+double Stopwatch::stop_us() { return std::chrono::duration<double, std::micro>(Clock::now() - marks_->start).count(); }
+
+void read_all(const void* p, size_t bytes) {
+    constexpr size_t kPiece = size_t{1} << 20;
+    cpu::parallel_for(static_cast<int>((bytes + kPiece - 1) / kPiece), 1, [&](int begin, int end) {
+        const auto* at = static_cast<const char*>(p) + static_cast<size_t>(begin) * kPiece;
+        const char* last = static_cast<const char*>(p) + std::min(bytes, static_cast<size_t>(end) * kPiece);
+        typedef uint64_t Words __attribute__((vector_size(64)));
+        Words sum{};
+        for (; at + sizeof sum <= last; at += sizeof sum) {
+            Words words;
+            std::memcpy(&words, at, sizeof words);
+            sum ^= words;
+        }
+        asm volatile("" : : "m"(sum));  // keeps the reads alive
+    });
+}
+
+}  // namespace kd::probe

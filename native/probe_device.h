@@ -1,0 +1,25 @@
+// What measuring needs of a device beside device.h. One implementation a backend, linked into the test libraries only.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+namespace kd::probe {
+
+// Time that work of the bound rank takes, as its device sees it.
+class Stopwatch {
+  public:
+    Stopwatch();
+    ~Stopwatch();
+    void start();
+    double stop_us();  // waits for what was called since start()
+
+  private:
+    struct Marks;
+    std::unique_ptr<Marks> marks_;
+};
+
+// Read `bytes` (a multiple of 16) of device memory once, as fast as can be: what other reading is measured against.
+void read_all(const void* p, size_t bytes);
+
+}  // namespace kd::probe

@@ -1,0 +1,63 @@
+"""The operation tree_build against the paper's vectors and against builder `heap`, many streams at once."""
+
+from itertools import groupby
+
+import numpy as np
+import pytest
+import ref
+from probes import ROOT, Device, Probes
+
+VECTORS = np.load(ROOT / "tests" / "data" / "ddtree_vectors.npz")  # made with the paper's reference implementation
+STRIDE = 256
+
+
+@pytest.fixture(scope="module")
+def probes(test_library):
+    return Probes(test_library)
+
+
+def build(probes, tables, budgets, device=Device()):  # noqa: B008 (a tuple)
+    """Trees (token, parent) of tables (token, logprob) [depth][width], all of one width, in one call."""
+    depths = np.array([len(token) for token, _ in tables], np.int32)
+    row = np.concatenate(([0], np.cumsum(depths)[:-1])).astype(np.int32)
+    token, logprob = (np.concatenate([table[i] for table in tables]) for i in (0, 1))
+    n, *nodes = probes.tree_build(device, token=token, logprob=logprob, drafts={"row": row, "depths": depths},
+                                  budget=np.array(budgets, np.int32), stride=STRIDE)  # fmt: skip
+    return [tuple(a[s, : n[s]].tolist() for a in nodes) for s in range(len(n))]
+
+
+def test_the_papers_trees(probes):
+    cases = [
+        {name: VECTORS[f"{i:03}/{name}"] for name in ("top_ids", "top_logprobs", "budget", "tokens", "parents")}
+        for i in range(len(VECTORS.files) // 10)
+    ]
+    cases = [case for case in cases if case["top_ids"].size]
+
+    def width(case):
+        return case["top_ids"].shape[1]
+
+    compared = 0
+    for _, group in groupby(sorted(cases, key=width), width):
+        group = list(group)
+        built = build(probes, [(c["top_ids"], c["top_logprobs"]) for c in group], [int(c["budget"]) for c in group])
+        for case, (token, parent) in zip(group, built, strict=True):
+            assert token == case["tokens"].tolist() and [-1, *parent] == case["parents"].tolist()
+            compared += 1
+    assert compared > 100
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_many_streams_at_once(seed, probes):
+    rng = np.random.default_rng(seed)
+    width = int(rng.choice([1, 2, 5, 16, 64, 256]))
+    kinds = ("plain", "ties", "equal", "rounded", "impossible", "nan", "certain")
+    tables = []
+    for _ in range(64):
+        depth = int(rng.integers(1, 17))
+        tokens = np.stack([rng.permutation(width) for _ in range(depth)])
+        tables.append((tokens, ref.tree.random_table(rng, depth, width, str(rng.choice(kinds)))))
+    budgets = rng.choice([0, 1, 2, 15, 16, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256], 64)
+    want = [ref.tree.heap(*table, budget) for table, budget in zip(tables, budgets, strict=True)]
+    got = build(probes, tables, budgets, Device(threads=2))
+    assert got == [(tree.token, tree.parent[1:]) for tree in want]
+    assert got[:1] == build(probes, tables[:1], budgets[:1]), "alone as among others"
