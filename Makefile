@@ -59,11 +59,11 @@ sanitize: tools ## the CPU twin under ASan + UBSan and under TSan
 build: tools ## only the libraries, into build/out
 	@JOBS=$(JOBS) build/make.sh cpu test
 
-cuda: tools ## the CUDA twin, for the GPUs here or else for sm_90a and sm_120f; ARCHS="80 90a" or ARCHS=all for others
+cuda: tools .venv/.cuda ## the CUDA twin, for the GPUs here or else for sm_90a and sm_120f; ARCHS="80 90a" or ARCHS=all for others
 	@JOBS=$(JOBS) build/make.sh cuda cuda-test
 	@build/cuda_status.sh
 
-test-cuda: .venv/.kd .venv/.test ## the test suite on the GPU, with the CUDA twin
+test-cuda: .venv/.kd .venv/.test .venv/.cuda ## the test suite on the GPU, with the CUDA twin
 	@JOBS=$(JOBS) build/make.sh cuda cuda-test
 	$(PYTEST) --device cuda -n $$(( $(JOBS) < 4 ? $(JOBS) : 4 )) --dist loadfile $(CUDA_TESTS) $(PYTEST_ARGS)
 
@@ -97,6 +97,11 @@ tools:
 
 .venv/.test: .venv/.kd pyproject.toml
 	$(PIP) --editable '.[test]'
+	@touch $@
+
+# A toolkit of the system is taken as it is; without one, nvcc comes from PyPI.
+.venv/.cuda: .venv/.made pyproject.toml
+	@command -v nvcc >/dev/null || { echo "installing nvcc 13.0 from PyPI"; $(PIP) $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["cuda"])'); }
 	@touch $@
 
 .venv/.lint: .venv/.made pyproject.toml

@@ -87,7 +87,7 @@ link() { # library, what it exports, sources...
 }
 
 find_nvcc() {
-    NVCC=${NVCC:-$(command -v nvcc || true)}
+    NVCC=${NVCC:-$(command -v nvcc || ls .venv/lib/python3*/site-packages/nvidia/cu13/bin/nvcc 2>/dev/null || true)}
     [ -n "$NVCC" ] || { echo "build/make.sh: no CUDA compiler (nvcc) here, so the CUDA twin is not built; the CPU twin needs none" >&2; exit 69; }
     cudart=$("$NVCC" --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#\$ TOP=//p') # nvcc may be a script that calls another
 }

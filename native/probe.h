@@ -131,6 +131,9 @@ int32_t kd_probe_keep_taps(const kd_probe_device*, float* ring, const float* tap
                            const kd_probe_kept*, const kd_probe_trees*, const kd_probe_view*, int32_t ring_rows,
                            int32_t ring_slots, int32_t width);
 
+/* self_check of native/self_check.h on one rank; what is expected of the operation `spoil` is made wrong. */
+int32_t kd_probe_self_check(const kd_probe_device*, const char* spoil);
+
 /* A round's rows. What is written is given as arrays of the most there could be; the first counts[0] (rows) or counts[1]
  * (out_row) are meant. The streams' arrays are as they were before. */
 typedef struct kd_probe_streams {

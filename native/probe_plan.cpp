@@ -3,6 +3,7 @@
 
 #include "ops.h"
 #include "probe_rig.h"
+#include "self_check.h"
 
 using namespace kd;
 using probe::Rig;
@@ -49,6 +50,10 @@ View written(Rig& rig, const kd_probe_rows* p) {
 }  // namespace
 
 extern "C" {
+
+int32_t kd_probe_self_check(const kd_probe_device* d, const char* spoil) {
+    return run("self_check", d, [&](Rig&) { self_check("this device", spoil); });
+}
 
 int32_t kd_probe_plan_context(const kd_probe_device* d, const kd_probe_rows* rows, int32_t* draft_start,
                               int32_t* ring_row, const kd_probe_streams* p, int32_t ring_rows) {

@@ -33,6 +33,7 @@ def test_candidates_are_those_the_engine_takes():
     assert AMONG[0] == ("none", 0) and ("heap", 64) in AMONG
     assert choose.candidates(10, True) == (("none", 0), ("chain", 7), ("heap", 4), ("heap", 8))
     assert choose.candidates(64, False) == (("none", 0),)
+    assert choose.candidates(8, True, "cuda") == (("none", 0), ("chain", 7), ("device", 4), ("device", 8))
 
 
 @pytest.mark.parametrize("best", [("none", 0), ("chain", 7), ("heap", 4), ("heap", 64)])

@@ -70,7 +70,7 @@ def rows_of(rng, n, hidden, count, k, favourite=None):
 
 @pytest.mark.parametrize("n, hidden, inter, count, k", [(1, 256, 256, 16, 4), (70, 288, 64, 4, 2), (9, 7168, 64, 3, 2)])
 def test_real_sizes(n, hidden, inter, count, k, probes):
-    """Strips shared by one to eight warps; chunks of 1 .. 24 rows and several of them."""
+    """Strips shared by one to eight warps; chunks of 1 .. 16 rows and several of them."""
     rng = np.random.default_rng(n)
     w, s = experts(rng, hidden, inter, count), ref.moe.shape(hidden, inter, count, k)
     for favourite in None, 2:

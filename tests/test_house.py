@@ -66,10 +66,11 @@ MAY_INCLUDE = {
     "model": {"contracts", "model"},
     "tree": {"contracts", "tree"},
     "team": {"contracts", "team"},
+    "self_check": {"contracts", "self_check"},
     "rank": {"contracts", "rank"},
     "pages": {"contracts", "rank", "pages"},
     "round": {"contracts", "rank", "pages", "team", "tree", "round"},
-    "engine": {"contracts", "rank", "pages", "team", "tree", "round", "model", "engine"},
+    "engine": {"contracts", "rank", "pages", "team", "tree", "round", "model", "self_check", "engine"},
     "abi": {"contracts", "tree", "engine", "abi"},
 }
 MAY_INCLUDE["probe"] = {"probe", *MAY_INCLUDE["engine"], "engine", "cpu", "cuda"}

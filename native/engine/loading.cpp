@@ -5,6 +5,7 @@
 #include "engine/engine.h"
 #include "engine/threads.h"
 #include "error.h"
+#include "self_check.h"
 
 namespace kd {
 
@@ -60,6 +61,7 @@ std::unique_ptr<Resident> Engine::make_resident(LoadPlan& plan, uint64_t generat
     std::vector<std::unique_ptr<Rank>> ranks;
     for (int r = 0; r < options_.tp; r++) {
         device::bind(device::context(team_.group(), r));
+        self_check((std::string(device::backend()) + " device of rank " + std::to_string(r)).c_str());
         ranks.push_back(std::make_unique<Rank>(loaded.ranks[size_t(r)], r, limits));
     }
     resident->stage = std::make_unique<Stage>(team_, std::move(ranks), options_.max_rows);

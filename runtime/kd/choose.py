@@ -51,9 +51,12 @@ class Choice:
         return asdict(self) | {"measured": [asdict(speed) for speed in self.measured]}
 
 
-def candidates(max_nodes: int, drafts: bool) -> tuple[tuple[str, int], ...]:
-    """Those that the engine would take: no tree larger than max_nodes, and none at all without a drafter."""
-    return tuple((name, budget) for name, budget in CANDIDATES if budget <= (max_nodes if drafts else 0))
+def candidates(max_nodes: int, drafts: bool, device: str = "cpu") -> tuple[tuple[str, int], ...]:
+    """Those that the engine would take: no tree larger than max_nodes, and none at all without a drafter. On a GPU trees are
+    built where the model runs."""
+    tree = "heap" if device == "cpu" else "device"
+    among = ((tree if name == "heap" else name, budget) for name, budget in CANDIDATES)
+    return tuple((name, budget) for name, budget in among if budget <= (max_nodes if drafts else 0))
 
 
 def prompts(encode: Callable[[str], list[int]] | None, vocabulary: int, longest: int) -> list[list[int]]:

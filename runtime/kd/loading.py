@@ -202,7 +202,7 @@ class Loader:
         info, tokenizer = engine.info, engine.tokenizer
         longest = max(1, min(info.max_positions, info.kv_tokens) // 2)
         texts = choose.prompts(tokenizer.encode if tokenizer else None, info.vocab_size, longest)
-        among = choose.candidates(d.max_nodes, bool(info.draft_layers))
+        among = choose.candidates(d.max_nodes, bool(info.draft_layers), d.config.engine.device)
         try:
             choice = choose.choose(self._timed, texts, among, longest)
         except choose.Inexact as error:

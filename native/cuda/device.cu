@@ -1,0 +1,288 @@
+#include "device.h"
+
+#include <algorithm>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+
+#include "device_context.h"
+#include "error.h"
+#include "raw.h"
+
+#ifndef KD_CUDA_ARCHS
+#error "build/make.sh says which architectures this is compiled for"
+#endif
+
+namespace kd::device {
+
+namespace {
+
+thread_local Context* bound_context = nullptr;
+
+// What alloc() has given, by address: the GPU's own account includes other processes.
+class Allocations {
+  public:
+    void add(void* p, size_t bytes) {
+        std::lock_guard lock(mutex_);
+        bytes_[p] = bytes;
+        total_ += bytes;
+    }
+    void remove(void* p) {
+        std::lock_guard lock(mutex_);
+        const auto found = bytes_.find(p);
+        if (found == bytes_.end()) return;
+        total_ -= found->second;
+        bytes_.erase(found);
+    }
+    uint64_t total() {
+        std::lock_guard lock(mutex_);
+        return total_;
+    }
+
+  private:
+    std::mutex mutex_;
+    std::unordered_map<void*, size_t> bytes_;
+    uint64_t total_ = 0;
+} allocations;
+
+// What the library has code for is asked by looking for this.
+__global__ void any_kernel() {}
+
+int count_devices() {
+    int n = 0;
+    const cudaError_t status = cudaGetDeviceCount(&n);
+    int driver = 0;
+    cudaDriverGetVersion(&driver);
+    if (status == cudaErrorInsufficientDriver && driver > 0)
+        fail(KD_E_DEVICE, "the NVIDIA driver here knows CUDA %d.%d: this library needs %d.%d, install a newer driver",
+             driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+    if (status != cudaSuccess || n == 0)
+        fail(KD_E_DEVICE, "no NVIDIA GPU can be used here (%s): install a GPU and its driver, or use device cpu",
+             driver == 0             ? "no driver is loaded"
+             : status != cudaSuccess ? cudaGetErrorString(status)
+                                     : "none visible");
+    return n;
+}
+
+// Refuses a device this library has no machine code for.
+std::string open_device(int device) {
+    cudaDeviceProp prop;
+    cuda::check(cudaGetDeviceProperties(&prop, device), "cudaGetDeviceProperties");
+    cuda::check(cudaSetDevice(device), "cudaSetDevice");
+    const std::string name = "sm_" + std::to_string(prop.major) + std::to_string(prop.minor);
+    cudaFuncAttributes found;
+    if (cudaFuncGetAttributes(&found, any_kernel) != cudaSuccess) {
+        cudaGetLastError();
+        fail(KD_E_DEVICE,
+             "GPU %d (%s, %s) is not among those this library has code for (%s): build it with "
+             "`make cuda ARCHS=...` for this GPU",
+             device, prop.name, name.c_str(), KD_CUDA_ARCHS);
+    }
+    return name;
+}
+
+}  // namespace
+
+Context::Context(Group& group, int rank, int device) : group(group), rank(rank), device(device) {
+    cuda::check(cudaSetDevice(device), "cudaSetDevice");
+    cuda::check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+    cuda::check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
+    cuda::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    for (cudaEvent_t& e : filled) cuda::check(cudaEventCreateWithFlags(&e, cudaEventDisableTiming), "cudaEventCreate");
+}
+
+Context::~Context() {
+    cudaSetDevice(device);
+    cudaStreamSynchronize(stream);
+    forget();
+    for (cudaEvent_t e : filled) cudaEventDestroy(e);
+    cudaStreamDestroy(stream);
+}
+
+void Context::forget() {
+    for (auto& [key, graph] : recorded)
+        if (graph) cudaGraphExecDestroy(graph);
+    recorded.clear();
+}
+
+Group::Group(const Options& options) : tp(options.tp) {
+    if (tp < 1 || tp > KD_MAX_TP) fail(KD_E_INVALID, "tp is %d: give 1 .. %d ranks", tp, KD_MAX_TP);
+    if (options.isa != KD_ISA_AUTO)
+        fail(KD_E_INVALID, "isa is %d: instruction sets are chosen on device cpu only, give KD_ISA_AUTO", options.isa);
+    const int devices = count_devices();
+    if (tp > devices && !options.share_devices)
+        fail(KD_E_DEVICE,
+             "tp is %d and this machine shows %d GPU%s: give tp at most %d, or share_devices to put several "
+             "ranks on one GPU",
+             tp, devices, devices == 1 ? "" : "s", devices);
+    const int used = std::min(tp, devices);
+    for (int d = 0; d < used; d++) {
+        const std::string found = open_device(d);
+        if (d > 0 && found != name)
+            fail(KD_E_DEVICE,
+                 "GPU 0 is %s and GPU %d is %s: the ranks of one model need GPUs of one kind, choose them "
+                 "with CUDA_VISIBLE_DEVICES",
+                 name.c_str(), d, found.c_str());
+        name = found;
+    }
+    for (int d = 0; d < used; d++) {
+        for (int peer = 0; peer < used; peer++) {
+            if (peer == d) continue;
+            int can = 0;
+            cuda::check(cudaDeviceCanAccessPeer(&can, d, peer), "cudaDeviceCanAccessPeer");
+            if (!can) fail(KD_E_DEVICE, "GPUs %d and %d cannot read each other's memory: use tp 1", d, peer);
+            cuda::check(cudaSetDevice(d), "cudaSetDevice");
+            const cudaError_t status = cudaDeviceEnablePeerAccess(peer, 0);
+            if (status == cudaErrorPeerAccessAlreadyEnabled)
+                cudaGetLastError();
+            else
+                cuda::check(status, "cudaDeviceEnablePeerAccess");
+        }
+    }
+    for (int r = 0; r < tp; r++) contexts.push_back(std::make_unique<Context>(*this, r, r % devices));
+}
+
+std::shared_ptr<Group> open_group(const Options& options) { return std::make_shared<Group>(options); }
+
+Context* context(Group& group, int rank) {
+    KD_CHECK(rank >= 0 && rank < group.tp);
+    return group.contexts[static_cast<size_t>(rank)].get();
+}
+
+void bind(Context* context) {
+    bound_context = context;
+    if (context) cuda::check(cudaSetDevice(context->device), "cudaSetDevice");
+}
+
+void abort(Group& group) { group.meeting.abort(); }
+
+const char* backend() { return "cuda"; }
+const char* built_isas() { return KD_CUDA_ARCHS; }
+const char* isa_name(const Group& group) { return group.name.c_str(); }
+int thread_count(const Group& group) { return group.tp; }
+size_t act_bytes() { return sizeof(cuda::bf16); }
+uint64_t memory_used(const Group&) { return allocations.total(); }
+
+int most_rows() { return 640; }
+const char* default_builder() { return "device"; }
+
+void* alloc(size_t bytes) {
+    Context& c = cuda::bound();
+    void* p = nullptr;
+    const cudaError_t status = cudaMalloc(&p, std::max<size_t>(bytes, 1));
+    if (status == cudaErrorMemoryAllocation) {
+        cudaGetLastError();
+        size_t free = 0, total = 0;
+        cudaMemGetInfo(&free, &total);
+        fail(KD_E_NOMEM,
+             "GPU %d has %zu MiB free of %zu MiB and %zu MiB are needed: use a smaller model, kv_bytes or "
+             "max_rows, or more GPUs",
+             c.device, free >> 20, total >> 20, (bytes >> 20) + 1);
+    }
+    cuda::check(status, "cudaMalloc");
+    allocations.add(p, bytes);
+    cuda::check(cudaMemsetAsync(p, 0, std::max<size_t>(bytes, 1), c.stream), "cudaMemset");
+    return p;
+}
+
+void release(void* p) {
+    if (!p) return;
+    allocations.remove(p);
+    cudaFree(p);  // waits for work that may use it; an error of that work shows at the next call
+}
+
+Count known(Count count) { return count; }
+
+namespace {
+
+cudaGraphExec_t record(Context& c, const std::function<void()>& body) {
+    struct Recording {
+        Context& c;
+        cudaGraph_t graph = nullptr;
+        explicit Recording(Context& c) : c(c) {
+            cuda::check(cudaStreamBeginCapture(c.stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
+            c.recording = true;
+        }
+        cudaError_t end() {
+            if (!c.recording) return cudaSuccess;
+            c.recording = false;
+            return cudaStreamEndCapture(c.stream, &graph);
+        }
+        ~Recording() {
+            end();
+            if (graph) cudaGraphDestroy(graph);
+        }
+    } recording(c);
+    body();
+    cuda::check(recording.end(), "cudaStreamEndCapture");
+    cudaGraphExec_t exec = nullptr;
+    cuda::check(cudaGraphInstantiate(&exec, recording.graph, 0), "cudaGraphInstantiate");
+    return exec;
+}
+
+}  // namespace
+
+void replay(uint64_t key, const std::function<void()>& body) {
+    Context& c = cuda::bound();
+    // Ranks that meet on the host cannot be recorded.
+    if (c.group.tp > 1) return body();
+    const auto found = c.recorded.find(key);
+    if (found == c.recorded.end()) {
+        body();
+        c.recorded.emplace(key, nullptr);
+        return;
+    }
+    if (!found->second) found->second = record(c, body);
+    cuda::check(cudaGraphLaunch(found->second, c.stream), "cudaGraphLaunch");
+}
+
+void forget() { cuda::bound().forget(); }
+
+void upload(void* device, const void* host, size_t bytes) {
+    if (bytes)
+        cuda::check(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, cuda::bound().stream), "upload");
+}
+
+void download(void* host, const void* device, size_t bytes) {
+    if (!bytes) return;
+    cudaStream_t stream = cuda::bound().stream;
+    cuda::check(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, stream), "download");
+    cuda::check(cudaStreamSynchronize(stream), "download");
+}
+
+Rows alloc_rows(size_t n_rows, int width) {
+    const int stride = (width + 7) / 8 * 8;  // rows of 16-byte pieces
+    return {alloc(n_rows * static_cast<size_t>(stride) * sizeof(cuda::bf16)), stride, 0};
+}
+
+void release_rows(Rows rows) { release(rows.p); }
+
+}  // namespace kd::device
+
+namespace kd::cuda {
+
+void check(cudaError_t status, const char* what) {
+    if (status == cudaSuccess) return;
+    fail(KD_E_FATAL, "the GPU reported %s (%s) at %s: close the engine and open it again", cudaGetErrorName(status),
+         cudaGetErrorString(status), what);
+}
+
+Scratch::~Scratch() {
+    for (void* p : all_) device::release(p);
+}
+
+void* Scratch::get(size_t bytes) {
+    if (bytes > size_ || all_.empty()) {
+        all_.push_back(device::alloc(bytes + bytes / 4));  // a quarter more: growing row by row stays rare
+        size_ = bytes + bytes / 4;
+    }
+    return all_.back();
+}
+
+device::Context& bound() {
+    if (!device::bound_context)
+        fail(KD_E_FATAL, "this thread works for no rank: device::bind a context before ops, copies and collectives");
+    return *device::bound_context;
+}
+
+}  // namespace kd::cuda

@@ -1,0 +1,89 @@
+// What a rank owns on a GPU.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "device.h"
+#include "error.h"
+#include "meeting.h"
+
+namespace kd::cuda {
+
+// Throws Error(KD_E_FATAL) unless `status` is cudaSuccess; `what` names the kernel or call. Errors of kernels come late: the
+// sentence names where it was noticed.
+void check(cudaError_t status, const char* what);
+
+// Device memory that grows and never shrinks; a step that has run once allocates nothing, so it can be captured.
+class Scratch {
+  public:
+    Scratch() = default;
+    ~Scratch();
+    Scratch(const Scratch&) = delete;
+    Scratch& operator=(const Scratch&) = delete;
+    void* get(size_t bytes);  // 256-byte aligned, contents undefined, valid until the next get() of more
+  private:
+    std::vector<void*> all_;  // earlier ones may still be read by another rank
+    size_t size_ = 0;
+};
+
+// One a use, so that two in one op never share. Ops follow one another on the rank's stream and may use the same.
+enum class Use { linear, moe_lists, moe_rows, moe_inter, moe_out, attention, vocab, count };
+
+}  // namespace kd::cuda
+
+namespace kd::device {
+
+class Context {
+  public:
+    Context(Group& group, int rank, int device);
+    ~Context();
+
+    Group& group;
+    const int rank;
+    const int device;  // of the CUDA runtime
+    int processors = 0;
+    int major = 0;  // of the compute capability
+    cudaStream_t stream = nullptr;
+    cuda::Scratch scratch[static_cast<int>(cuda::Use::count)];
+    // comm.h
+    cuda::Scratch shared[2];
+    cudaEvent_t filled[2] = {};
+    uint32_t turn = 0;
+    // replay(): a step's first run, by key, is not recorded; it brings scratch memory to its size.
+    std::unordered_map<uint64_t, cudaGraphExec_t> recorded;
+    bool recording = false;
+
+    void forget();
+};
+
+class Group {
+  public:
+    explicit Group(const Options& options);
+
+    int tp = 1;
+    std::string name;  // "sm_90"
+    Meeting meeting;
+    struct alignas(64) Given {
+        const void* p = nullptr;
+        size_t bytes = 0;
+    } given[2][KD_MAX_TP];
+    std::vector<std::unique_ptr<Context>> contexts;
+};
+
+}  // namespace kd::device
+
+namespace kd::cuda {
+
+device::Context& bound();  // throws Error(KD_E_FATAL) if the thread is not bound
+
+template <class T>
+T* scratch(Use use, size_t n) {
+    return static_cast<T*>(bound().scratch[static_cast<int>(use)].get(n * sizeof(T)));
+}
+
+}  // namespace kd::cuda
