@@ -161,6 +161,9 @@ def run(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         show_error(settings, "CONFIG", str(error), EX_CONFIG)
         return EX_CONFIG
+    except UnicodeError:
+        show_error(settings, "USAGE", "the input holds bytes that are no UTF-8: give text", USAGE)
+        return USAGE
     except OSError as error:
         what = error.filename or "standard output cannot be written"
         show_error(settings, "IO", f"{what}: {error.strerror or error}", FAILED)

@@ -357,3 +357,19 @@ def test_real_idle_daemon_costs_nothing(real):
     before, began = real.cpu_s(), time.monotonic()
     time.sleep(4)  # the measurement itself
     assert (real.cpu_s() - before) / (time.monotonic() - began) < 0.02
+
+
+def test_what_cannot_be_written_is_said(fake):
+    with fake.client() as client:
+        for ask in (
+            lambda: client.generate([-1], max_tokens=1),
+            lambda: client.generate([1], max_tokens=1, stop_ids=[-1]),
+            lambda: client.generate([1], max_tokens=1, seed=1 << 64),
+            lambda: client.detokenize([-1]),
+            lambda: client.tokenize("\udcff"),
+            lambda: client.generate("a\udcff", max_tokens=1),
+        ):
+            with pytest.raises(KdClientError) as caught:
+                ask()
+            assert caught.value.name == "BAD_FIELD"
+        assert client.generate([5, 6], max_tokens=2).finish == "length"

@@ -188,3 +188,41 @@ def test_a_flipped_weight_byte_is_refused(nano, tmp_path, start):
         assert client.load(folder)["state"] == "ready"
         client.unload()
         assert client.load(folder, draft="none")["state"] == "ready"  # the hash is with the folder's own drafter
+
+
+def flip_middle_of_last_shard(folder: Path) -> None:
+    shard = sorted(p for p in folder.glob("*.safetensors"))[-1]
+    data = bytearray(shard.read_bytes())
+    at = 8 + int.from_bytes(data[:8], "little")
+    data[at + 2 * ((len(data) - at) // 4)] ^= 4
+    shard.write_bytes(data)
+
+
+def test_the_target_alone_is_compared_too(nano, tmp_path, start):
+    """Without a drafter, by choice or since the folder has none any more, there is a hash of the target alone."""
+    folder = Path(shutil.copytree(nano, tmp_path / "nano"))
+    daemon = start(model=None, state="empty", real=True)
+    with daemon.client() as client:
+        assert client.load(folder, draft="none")["state"] == "ready"
+        client.unload()
+        assert client.load(folder, draft=str(nano / "draft"))["state"] == "ready"
+        assert any("golden.json" in r["message"] for r in daemon.records() if r["level"] == "warning")
+        client.unload()
+        shutil.rmtree(folder / "draft")
+        assert client.load(folder)["state"] == "ready"
+        client.unload()
+        flip_middle_of_last_shard(folder)
+        for draft in ("auto", "none"):
+            with pytest.raises(KdClientError, match="target_hash"):
+                client.load(folder, draft=draft)
+
+
+def test_another_tokenizer_is_refused(nano, tmp_path, start):
+    folder = Path(shutil.copytree(nano, tmp_path / "nano"))
+    lines = (folder / "tiktoken.model").read_text().splitlines()
+    (one, a), (two, b) = (lines[i].split() for i in (324, 325))
+    lines[324:326] = [f"{two} {a}", f"{one} {b}"]
+    (folder / "tiktoken.model").write_text("\n".join(lines) + "\n")
+    daemon = start(model=None, state="empty", real=True)
+    with daemon.client() as client, pytest.raises(KdClientError, match="tiktoken.model is not the file"):
+        client.load(folder)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import socket
+import subprocess
+import sys
+import threading
 
 import pytest
-from daemons import starter, until
+from daemons import ENV, starter, until
 from fake_model import SMALL3, write_model
 
 import kd
@@ -175,3 +180,79 @@ def test_closed_standard_descriptors(library, nano, start, closed):
     with daemon.client() as client:
         assert client.generate([5], max_tokens=3).finish == "length"
     assert daemon.end(signal.SIGTERM) == 0
+
+
+# ---- a load that is given up, a builder asked for meanwhile
+
+
+def test_a_load_can_be_cancelled_while_it_warms_up(nano, start):
+    """The measurement of the builders takes a second: long enough to be asked to stop."""
+    daemon = start(model=None, state="empty", real=True, env={"KD_BUILDER_NAME": ""})
+    ended = []
+
+    def load():
+        with daemon.client() as client:
+            try:
+                ended.append(client.load(nano)["state"])
+            except KdClientError as error:
+                ended.append(error.name)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    with daemon.client() as client:
+        until(lambda: client.status()["state"] == "warming")
+        client.load_cancel()
+        thread.join(20)
+        assert ended == ["CANCELLED"] and client.status()["state"] == "empty"
+        assert client.load(nano)["state"] == "ready"
+
+
+def test_a_builder_asked_for_while_others_are_measured_is_kept(nano, start):
+    daemon = start(model=None, state="empty", real=True, env={"KD_BUILDER_NAME": ""})
+    thread = threading.Thread(target=lambda: daemon.client().load(nano))
+    thread.start()
+    with daemon.client() as client:
+        until(lambda: client.status()["state"] == "warming")
+        client.use_builder("heap", 20)
+        thread.join(20)
+        stats = client.status()["stats"]
+        assert (stats["builder"], stats["builder_budget"]) == ("heap", 20)
+
+
+def test_a_builder_that_is_not_there_is_a_bad_configuration(nano, start):
+    daemon = start(None, "--builder", "nosuch", model=nano, real=True, state=None)
+    assert daemon.end() == 78
+    assert "no builder 'nosuch'" in daemon.log()
+
+
+# ---- more connections than a login shell allows files
+
+
+def test_as_many_files_as_may_be_had(start):
+    def few():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+    daemon = start(preexec_fn=few)
+    with daemon.client() as client:
+        idle = []
+        for _ in range(600):
+            s = socket.socket(socket.AF_UNIX)
+            until(lambda s=s: s.connect_ex(client.endpoints["serve"].removeprefix("ipc://")) == 0)
+            idle.append(s)
+        assert client.generate([5, 6, 7], max_tokens=3).finish == "length"
+        for s in idle:
+            s.close()
+
+
+def test_a_refusal_does_not_wait_for_a_full_pipe(tmp_path):
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    try:
+        while True:
+            os.write(writer, b"x" * 4096)
+    except BlockingIOError:
+        os.set_blocking(writer, True)
+    command = [sys.executable, "-m", "kd", "--set", "engine.tp=3", "--set", f"server.runtime_dir={tmp_path}"]
+    assert subprocess.run(command, env=ENV, stderr=writer, timeout=30).returncode == 78
+    os.close(reader)
+    os.close(writer)

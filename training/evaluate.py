@@ -6,6 +6,7 @@ runs the programs that the model wrote.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from pathlib import Path
@@ -72,6 +73,12 @@ def text_bits_per_byte(target: Target, tokenizer: Tokenizer, texts: list[str]) -
     return nats / float(np.log(2)) / size
 
 
+def side_files(folder: Path) -> dict[str, str]:
+    """sha256 of what lies beside the weights and decides what text becomes."""
+    names = ("tiktoken.model", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+    return {n: hashlib.sha256((folder / n).read_bytes()).hexdigest() for n in names if (folder / n).exists()}
+
+
 def run(work: Path, r: Recipe, tokenizer_file: Path, device: str) -> None:
     torch.set_float32_matmul_precision("highest")
     out = work / "evaluation"
@@ -113,5 +120,8 @@ def run(work: Path, r: Recipe, tokenizer_file: Path, device: str) -> None:
     lead, record = golden(target, sets["humaneval"], answers["humaneval"], min(GOLDEN_TOKENS, r.answers))
     with kd.Engine(work / "export") as engine:  # with its drafter, as the daemon compares it
         record["content_hash"] = f"{engine.info.content_hash:016x}"
+    with kd.Engine(work / "export", draft="none") as engine:
+        record["target_hash"] = f"{engine.info.content_hash:016x}"
+    record["files"] = side_files(work / "export")
     (work / "export" / "golden.json").write_text(json.dumps(record))
     print(f"golden.json: smallest lead {lead:.3f}; {time.monotonic() - started:.0f} s", flush=True)

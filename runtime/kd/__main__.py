@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
+import select
 import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 EX_USAGE = 64
+MOST_FILES = 1 << 16  # as the systemd unit has it
 
 _FLAGS = {  # the settings people give by hand; --set reaches all of them
     "model": "model.path",
@@ -123,12 +126,21 @@ def fill_standard_descriptors() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
 
 
+def raise_file_limit() -> None:
+    """As many open files as may be had: a connection takes one, and libzmq ends the process when there is none left."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(hard, MOST_FILES) if hard != resource.RLIM_INFINITY else MOST_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def serve(config: Any, open_engine: Any, make_sampling: Any, describe: Any) -> int:
     """Run a daemon in this process, with its signals, until it ends."""
     from kd import config as configuration
     from kd.logs import Log
     from kd.server import AlreadyRunning, Daemon
 
+    raise_file_limit()
     log = Log(2, config.server.log_level, config.server.log_format)
     # Before anything is open: a signal from here on is a wish to stop, never a traceback.
     early: list[int] = []
@@ -142,7 +154,7 @@ def serve(config: Any, open_engine: Any, make_sampling: Any, describe: Any) -> i
     except (configuration.ConfigError, AlreadyRunning) as error:
         return _refuse(error)
     except OSError as error:
-        print(f"kd: {error}", file=sys.stderr)
+        _say(f"kd: {error}")
         return 71
     handler = daemon.control.signal
     while early:
@@ -154,8 +166,19 @@ def serve(config: Any, open_engine: Any, make_sampling: Any, describe: Any) -> i
     return daemon.run()
 
 
+def _say(text: str) -> None:
+    """To stderr, if it takes it: a full pipe must not hold the process."""
+    poller = select.poll()
+    poller.register(2, select.POLLOUT)
+    try:
+        if poller.poll(0):
+            os.write(2, (text + "\n").encode(errors="backslashreplace")[: select.PIPE_BUF])
+    except OSError:
+        pass
+
+
 def _refuse(error: Any) -> int:
-    print(f"kd: {error}", file=sys.stderr)
+    _say(f"kd: {error}")
     return error.exit_status if hasattr(error, "exit_status") else error.exit_code
 
 

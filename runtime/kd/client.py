@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,6 +27,15 @@ __all__ = ["Chunk", "Client", "KdClientError", "Result", "Stream"]
 LEASE_MS = 30_000  # what this client promises to be heard within, unless it is told another lease_ms
 LOOK_S = 1.0  # while waiting for an answer it looks this often whether there still is a daemon
 PING_S = 2.0  # while waiting for a stream it says that it lives this often, or three times a lease
+
+
+def _ids(name: str, ids: Any) -> bytes:
+    try:
+        return wire.pack_ids(ids)
+    except (struct.error, TypeError) as error:
+        raise KdClientError(
+            "BAD_FIELD", f"{name} holds something that is no token id, 0 .. 2^32 - 1: {error}"
+        ) from None
 
 
 class Client:
@@ -171,7 +181,11 @@ class Client:
         import zmq
 
         socket = self._socket(name)
-        frames = protocol.encode(kind, ident, body)
+        try:
+            frames = protocol.encode(kind, ident, body)
+        except (ValueError, OverflowError, TypeError, struct.error) as error:
+            what = "a text holds bytes that are no UTF-8" if isinstance(error, UnicodeError) else str(error)
+            raise KdClientError("BAD_FIELD", f"the {kind} message cannot be written: {what}") from None
         limit = wire.MAX_BODY_BYTES[name]
         if len(frames[2]) > limit:
             raise KdClientError(
@@ -302,9 +316,9 @@ class Client:
         elif isinstance(prompt, str):
             body["prompt"] = prompt
         else:
-            body["tokens"] = wire.pack_ids(prompt)
+            body["tokens"] = _ids("prompt", prompt)
         if body.get("stop_ids") is not None:
-            body["stop_ids"] = wire.pack_ids(body["stop_ids"])
+            body["stop_ids"] = _ids("stop_ids", body["stop_ids"])
         if isinstance(body.get("stop"), str):
             body["stop"] = [body["stop"]]
         elif body.get("stop") is not None:
@@ -374,7 +388,7 @@ class Client:
         return self._call("TOKENIZE", {"text": text, "messages": messages}, "serve", ["TOKENS"])["tokens"]
 
     def detokenize(self, tokens: Sequence[int]) -> str:
-        return self._call("DETOKENIZE", {"tokens": wire.pack_ids(tokens)}, "serve", ["TEXT"])["text"]
+        return self._call("DETOKENIZE", {"tokens": _ids("tokens", tokens)}, "serve", ["TEXT"])["text"]
 
     # ---- the operator's
 

@@ -262,7 +262,7 @@ class ControlLoop:
         if kind == "UNLOAD":
             return "DONE", {"freed_bytes": max(0, int(d.unload())), "state": d.state.name}
         if kind == "LOAD_CANCEL":
-            d.engine.load_cancel()
+            d.loader.cancel()
             return "DONE", {"state": d.state.name}
         if kind == "DRAIN":
             d.set_drain(body["on"])

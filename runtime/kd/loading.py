@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import queue
 import threading
@@ -19,7 +20,20 @@ if TYPE_CHECKING:
 WARM_TOKENS = 12
 WARM_TIMEOUT_S = 300
 MAX_GOLDEN_BYTES = 1 << 20
+MAX_SIDE_FILE_BYTES = 64 << 20  # a tokenizer
 CANCEL_S = 5.0  # a cancelled load is gone by then, or by the stall limit if that is shorter, or something in it hangs
+
+
+def _check_file(path: Path, sha256: str) -> None:
+    try:
+        found = hashlib.sha256(read_bounded(path, MAX_SIDE_FILE_BYTES)).hexdigest()
+    except OSError as error:
+        raise ProtocolError("MODEL", f"{path} cannot be read ({why(error)}), and golden.json names it") from None
+    if found != sha256:
+        raise ProtocolError(
+            "MODEL",
+            f"{path} is not the file golden.json was made with (sha256): it is damaged or another, copy it again",
+        )
 
 
 def _first_difference(a: list, b: list) -> int:
@@ -35,6 +49,7 @@ class Loader:
         self._busy = False
         self._asked = False  # whether there ever was a load to report on
         self._left_behind = ""  # the folder of a stalled load that could not be cancelled and has not ended
+        self._cancelled = False
         self.warming = False
         self.choice: choose.Choice | None = None  # of the builder, where none is configured
 
@@ -76,6 +91,21 @@ class Loader:
             if self.d.model_path is not None:
                 raise ProtocolError("CONFLICT", f"{self.d.model_path} is loaded: unload it first")
             self._busy = self._asked = True
+            self._cancelled = False
+
+    def cancel(self) -> None:
+        """The load under way ends with CANCELLED at its next step, wherever it is. Raises ProtocolError if there is none."""
+        if not self._busy:
+            raise ProtocolError("STATE", "no load is under way")
+        self._cancelled = True
+        try:
+            self.d.engine.load_cancel()
+        except Exception:  # the library is not reading yet, or no longer
+            pass
+
+    def _go_on(self) -> None:
+        if self._cancelled:
+            raise ProtocolError("CANCELLED", "the load was cancelled")
 
     def run(self, path: str, draft: str) -> None:
         """Load and warm up; raises what went wrong, with nothing left loaded. `claim()` came before."""
@@ -84,6 +114,7 @@ class Loader:
         try:
             d.state.enter("loading")
             d.log.info("loading", model=path)
+            self._go_on()
             self._load(path, draft)
             loaded = time.monotonic()
             d.state.enter("warming")
@@ -92,6 +123,7 @@ class Loader:
                 d.apply_builder()
                 self.warm_up(Path(path), draft)
                 self.choose_builder()
+                self._go_on()
             except Exception:
                 self._undo()
                 raise
@@ -173,9 +205,10 @@ class Loader:
     def warm_up(self, path: Path, draft: str) -> None:
         """The same tokens and hashes from `none` and from the builder in force, and golden.json's if there is one.
 
-        golden.json: {"prompt_tokens": [ids], "tokens": [ids], "content_hash": "16 hex digits"}: what the prompt gives
-        greedily, and, if it is there, kd_model_info.content_hash of the folder with the drafter in it. The tokens show that
-        this build computes rightly, the hash that no byte of the weights has changed."""
+        golden.json: {"prompt_tokens": [ids], "tokens": [ids], "content_hash", "target_hash": 16 hex digits,
+        "files": {name: sha256}}: what the prompt gives greedily; and, where they are there, kd_model_info.content_hash of the
+        folder with the drafter in it and without one, and hashes of small files beside the weights. The tokens show that this
+        build computes rightly, the hashes that no byte has changed."""
         engine = self.d.engine
         room = engine.info.max_positions
         prompt = self._prompt(engine)[: max(1, room // 2)]
@@ -191,7 +224,7 @@ class Loader:
             )
         golden = path / "golden.json"
         if present(golden):
-            self._check_golden(golden, own_draft=draft == "auto")
+            self._check_golden(golden, draft)
 
     def choose_builder(self) -> None:
         """Where no builder is configured: measure which is the fastest here, and put it in force."""
@@ -212,28 +245,27 @@ class Loader:
                 f"warm-up: builder {name} with budget {budget} changed the output at token {at}: the engine is not exact on "
                 "this machine; report it, and run with builder none",
             ) from None
+        if d.wanted_builder[0]:  # somebody has named one meanwhile
+            return
         engine.use_builder(choice.builder, choice.budget)
         self.choice = choice
         d.log.info("builder chosen", builder=choice.builder, budget=choice.budget, why=choice.reason)
 
-    def _check_golden(self, golden: Path, *, own_draft: bool) -> None:
+    def _check_golden(self, golden: Path, draft: str) -> None:
         try:
             want = json.loads(read_bounded(golden, MAX_GOLDEN_BYTES))
             prompt, tokens = list(want["prompt_tokens"]), list(want["tokens"])
             if not prompt or not tokens or not all(type(t) is int for t in prompt + tokens):
                 raise ValueError("needs two non-empty lists of token ids")
-            content_hash = want.get("content_hash")
-            if not isinstance(content_hash, str | None):
-                raise ValueError("content_hash is a string of hex digits")
+            files = dict(want.get("files", {}))
+            hashes = {name: want.get(name) for name in ("content_hash", "target_hash")}
+            if not all(isinstance(value, str | None) for value in [*hashes.values(), *files.values()]):
+                raise ValueError("hashes are strings of hex digits")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ProtocolError("MODEL", f"{golden} cannot be used ({why(error)}): mend it or remove it") from None
-        found = f"{self.d.engine.info.content_hash:016x}"
-        if own_draft and content_hash is not None and content_hash != found:
-            raise ProtocolError(
-                "MODEL",
-                f"{golden.parent}: config or tensors have the content hash {found}, golden.json was made with "
-                f"{content_hash}: the files are damaged or not those, copy the folder again",
-            )
+        self._check_content(golden, hashes, draft)
+        for name, expected in files.items():
+            _check_file(golden.parent / Path(name).name, expected)
         got = self._decode(prompt, len(tokens), None)[0]
         if got != tokens:
             at = _first_difference(got, tokens)
@@ -241,6 +273,22 @@ class Loader:
                 "MODEL",
                 f"{golden}: token {at} came out otherwise: the weights are not those the file "
                 "was made with, or this build computes wrongly",
+            )
+
+    def _check_content(self, golden: Path, hashes: dict[str, str | None], draft: str) -> None:
+        info = self.d.engine.info
+        if draft not in ("auto", "none"):
+            self.d.log.warning(
+                "the weights are not compared with golden.json: it knows no drafter from elsewhere", draft=draft
+            )
+            return
+        which = "content_hash" if info.draft_layers else "target_hash"
+        found, expected = f"{info.content_hash:016x}", hashes[which]
+        if expected is not None and expected != found:
+            raise ProtocolError(
+                "MODEL",
+                f"{golden.parent}: config or tensors have the content hash {found}, golden.json was made with "
+                f"{expected} ({which}): the files are damaged or not those, copy the folder again",
             )
 
     def _prompt(self, engine: Any) -> list[int]:
@@ -266,6 +314,7 @@ class Loader:
         """(tokens, hashes) of a cold greedy request. Its events come through the serve thread, the engine's poller.
 
         marks: gets when each event came and how many tokens it brought; then there are no hashes."""
+        self._go_on()
         user, events = self.d.hub.inner_open()
         tokens: list[int] = []
         hashes: list[int] = []

@@ -31,7 +31,14 @@ JOIN_S = 2.0
 MAX_NODES = 64  # what engine.max_nodes = 0 means
 MAX_TOKEN_BYTES = 256  # KD_MAX_TOKEN_BYTES: a prompt of n tokens has at most n times so many bytes
 
-_EXIT = {"MODEL": EX_DATA, "IO": EX_DATA, "NO_TOKENIZER": EX_DATA, "NOMEM": EX_OS, "DEVICE": EX_OS}
+_EXIT = {
+    "MODEL": EX_DATA,
+    "IO": EX_DATA,
+    "NO_TOKENIZER": EX_DATA,
+    "NOMEM": EX_OS,
+    "DEVICE": EX_OS,
+    "NOT_FOUND": 78,
+}  # the last: a builder
 
 
 class AlreadyRunning(Exception):
@@ -299,12 +306,15 @@ class Daemon:
         """Put the configured builder in force, or, until one is chosen, trees, which the warm-up is to prove; a model
         without a drafter keeps the engine's own."""
         name, budget = self.wanted_builder
+        known = [row["name"] for row in self.engine.builders()]
+        if name and name not in known:
+            raise ProtocolError("NOT_FOUND", f"there is no builder {name!r}: one of {', '.join(known)}")
         if name and name != "none" and not self.engine.info.draft_layers:
             self.log.warning("the model has no drafter: builder none is in force", wanted=name)
         elif name:
             self.engine.use_builder(name, budget)
         elif self.engine.info.draft_layers:
-            self.engine.use_builder("heap")
+            self.engine.use_builder("heap" if self.config.engine.device == "cpu" else "device")
 
     def unload(self) -> int:
         """Free the model. Returns the bytes freed."""
