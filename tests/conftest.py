@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -29,6 +30,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # started in the background: tests send it, and children inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     backend.DEVICE = config.getoption("--device")
     if backend.DEVICE == "cuda":
         backend.share_devices()
