@@ -12,7 +12,7 @@ PYTEST := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 PYTHONFAULTHANDLER=1 $(BIN)/py
 # What of the suite has a device in it.
 CUDA_TESTS := tests/test_ops.py tests/test_sampling.py tests/test_vocabulary.py tests/test_tree_build.py tests/test_exact.py tests/test_nano_exact.py tests/test_odd_models.py \
     tests/test_soak.py tests/test_faults.py tests/test_engine_api.py tests/test_engine_requests.py tests/test_engine_parts.py \
-    tests/test_abi.py tests/test_experts.py tests/test_cuda_build.py
+    tests/test_abi.py tests/test_experts.py tests/test_self_check.py tests/test_cuda_build.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format bench long fuzz sanitize build cuda test-cuda clean tools

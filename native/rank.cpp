@@ -114,20 +114,25 @@ void Rank::point_into_blocks() {
     part(emitted.nodes, out.nodes);
 }
 
-View Rank::planned_view(int rows, int out) const {
+View ViewArrays::view() const {
     View v;
+    v.token = token;
+    v.position = position;
+    v.stream = stream;
+    v.slot = slot;
+    v.prefix = prefix;
+    v.mask = mask;
+    v.page_table = page_table;
+    v.out_row = out_row;
+    return v;
+}
+
+View Rank::planned_view(int rows, int out) const {
+    View v = view.view();
     v.n_rows = {rows, counts};
     v.n_out = {out, counts + 1};
     v.n_streams = streams.n;
     v.max_pages = streams.max_pages;
-    v.token = view.token;
-    v.position = view.position;
-    v.stream = view.stream;
-    v.slot = view.slot;
-    v.prefix = view.prefix;
-    v.mask = view.mask;
-    v.page_table = view.page_table;
-    v.out_row = view.out_row;
     return v;
 }
 

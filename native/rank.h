@@ -42,6 +42,8 @@ struct Activations {
 struct ViewArrays {
     Dev<int32_t> token, position, stream, slot, prefix, page_table, out_row;
     Dev<uint64_t> mask;
+
+    View view() const;  // of these arrays, without counts
 };
 
 constexpr int kTapRing = 64;             // tokens whose taps are kept until they are projected into drafter K/V

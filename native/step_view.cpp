@@ -41,19 +41,11 @@ int StepView::add_causal_row(int32_t token, int32_t position, int32_t stream) {
 
 View StepView::upload(Rank& rank) const {
     const ViewArrays& a = rank.view;
-    View v;
+    View v = a.view();
     v.n_rows = n_rows();
     v.n_streams = n_streams();
     v.n_out = n_out();
     v.max_pages = max_pages_;
-    v.token = a.token;
-    v.position = a.position;
-    v.stream = a.stream;
-    v.slot = a.slot;
-    v.prefix = a.prefix;
-    v.mask = a.mask;
-    v.page_table = a.page_table;
-    v.out_row = a.out_row;
     device::upload(a.token, token_.data(), token_.size());
     device::upload(a.position, position_.data(), position_.size());
     device::upload(a.stream, stream_.data(), stream_.size());

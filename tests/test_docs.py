@@ -155,3 +155,29 @@ def test_python_in_the_readme_runs(library, monkeypatch, capsys):
     for code in re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S):
         exec(compile(code, "README.md", "exec"), {})
     assert "tokens in" in capsys.readouterr().out
+
+
+SHOWN = [
+    (page, line)
+    for page in PAGES
+    for block in re.findall(r"^```\w*\n(.*?)^```$", page.read_text(), re.M | re.S)
+    for line in block.splitlines()
+    if re.match(r"(?:[$#] )?\.venv/bin/kdctl \w", line)
+]
+
+
+@pytest.mark.parametrize(("page", "line"), SHOWN, ids=[f"{name(page)}: {line}" for page, line in SHOWN])
+def test_options_that_are_shown_exist(page, line):
+    """Also in blocks that are not run here, such as those for a machine with a GPU."""
+    from kdctl.__main__ import cli
+
+    words = line.split("#")[0].split("kdctl", 1)[1].split()
+    while words and words[0].startswith("-"):  # options of kdctl itself
+        words = words[2:]
+    command = cli
+    while words and hasattr(command, "get_command"):
+        command = command.get_command(None, words.pop(0))
+        assert command is not None, line
+    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    for option in (word.split("=")[0] for word in words if word.startswith("--") and len(word) > 2):
+        assert option in known | {"--help"}, f"{name(page)}: {line}: no {option}"
