@@ -138,7 +138,23 @@ typedef enum kd_state {
     KD_STATE_FATAL = 4
 } kd_state;
 
-enum { KD_LOAD_OPEN = 0, KD_LOAD_READ = 1, KD_LOAD_PREPARE = 2, KD_LOAD_DONE = 3 };
+/* Phases of a load. SWAP: with KD_LOAD_REPLACE, the requests of the model before are waited for. WRITE: of kd_save.      */
+enum {
+    KD_LOAD_OPEN = 0,
+    KD_LOAD_READ = 1,
+    KD_LOAD_PREPARE = 2,
+    KD_LOAD_DONE = 3,
+    KD_LOAD_SWAP = 4,
+    KD_LOAD_WRITE = 5,
+    KD_LOAD_PHASES = 6
+};
+
+/* kd_load_options.flags */
+enum {
+    KD_LOAD_REPLACE = 1,      /* beside a loaded model, which serves on: the new one takes its place between two steps, once
+                               * the requests that run have ended; those that wait then run on the new one               */
+    KD_LOAD_FOLLOW_LINKS = 2  /* symbolic links in the folder are followed wherever they lead                             */
+};
 
 typedef struct kd_load_options {
     uint32_t size;
@@ -147,11 +163,11 @@ typedef struct kd_load_options {
     const uint8_t *token_bytes; /* the vocabulary's bytes back to back, or NULL: then only ids can stop a request     */
     const uint32_t *token_ends; /* token_ends[i]: end of token i in token_bytes; n_tokens of them                     */
     uint32_t n_tokens;          /* <= vocab_size; ids from n_tokens on have no bytes                                  */
-    uint32_t reserved0;
+    uint32_t flags;             /* KD_LOAD_REPLACE | KD_LOAD_FOLLOW_LINKS                                             */
 } kd_load_options;
 
-/* Start loading a Hugging Face model folder; returns at once (KD_E_EXISTS if a model is there, KD_E_BUSY if a load is
- * under way). `options` may be NULL; its arrays are copied. The end comes as KD_EVENT_LOAD (of
+/* Start loading a Hugging Face model folder, or one that kd_save has written; returns at once (KD_E_EXISTS if a model is
+ * there, KD_E_BUSY if a load is under way). `options` may be NULL; its arrays are copied. The end comes as KD_EVENT_LOAD (of
  * ends that nobody polls the first 32 are kept); kd_load_wait waits. [any] */
 int32_t kd_load(kd_engine *engine, const char *path, const kd_load_options *options);
 
@@ -167,10 +183,22 @@ typedef struct kd_progress {
     uint64_t bytes_done;
     uint64_t bytes_total;
     uint64_t elapsed_us;
+    uint64_t phase_us[6]; /* of each phase so far: together elapsed_us                                                    */
 } kd_progress;
 
 /* Where the load stands, or how the last one ended. [any] */
 int32_t kd_load_progress(kd_engine *engine, kd_progress *progress);
+
+/* Start writing the loaded model's memory as packed files, one a rank, into the folder `path`, which is there; with the configs
+ * beside them it can be loaded by an engine of the same backend and tp without any computing. Returns at once and ends like
+ * kd_load, with KD_EVENT_LOAD; kd_load_wait, kd_load_progress and kd_load_cancel are its, too. Meant for an engine without
+ * requests: those that run are slowed. [any] */
+int32_t kd_save(kd_engine *engine, const char *path);
+
+/* What the folder `path` holds, without loading it: a JSON document as docs/operations.md says, 0-terminated, into `json`. The
+ * same checks as a load's, up to the first weight; `options` as for kd_load. Returns its length (KD_E_SIZE if `capacity` is
+ * less than that and 1; *needed, if not NULL, says how much). [any] */
+int32_t kd_inspect(const char *path, const kd_load_options *options, char *json, uint32_t capacity, uint32_t *needed);
 
 /* Cancel all requests (their last event carries KD_E_CANCELLED), free the model and the KV cache. *freed_bytes, if not
  * NULL, is the drop of this process's resident memory as the kernel reports it. [any] */
@@ -192,7 +220,7 @@ typedef struct kd_model_info {
     int32_t draft_depth;        /* tokens one draft proposes                                                          */
     int32_t n_stop_ids;         /* from config.json and generation_config.json together                              */
     int32_t stop_ids[16];
-    uint32_t reserved0;
+    uint32_t skipped_tensors;   /* of the folder that text does not need: vision tower, prediction layers               */
     uint64_t parameters;        /* target; the drafter is not counted                                                 */
     uint64_t draft_parameters;
     uint64_t weight_bytes;      /* resident, all ranks                                                                */

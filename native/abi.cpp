@@ -9,6 +9,7 @@
 #include "engine/handle.h"
 #include "error.h"
 #include "kd.h"
+#include "model/inspect.h"
 #include "structs.h"
 
 namespace {
@@ -143,6 +144,19 @@ std::unique_ptr<kd::Request> read_request(const kd_request* from, bool stop_stri
     return request;
 }
 
+// What of kd_load_options says which files are read.
+void read_source(const kd_load_options& c, kd::model::DraftChoice& draft, kd::model::Links& links) {
+    constexpr uint32_t known = KD_LOAD_REPLACE | KD_LOAD_FOLLOW_LINKS;
+    if (c.flags & ~known)
+        fail(KD_E_TOO_NEW, "kd_load_options.flags has 0x%x, unknown to this library", c.flags & ~known);
+    if (c.flags & KD_LOAD_FOLLOW_LINKS) links = kd::model::Links::kFollow;
+    if (c.draft < 0 || c.draft > 2) fail(KD_E_INVALID, "kd_load_options.draft is %d: 0, 1 or 2", c.draft);
+    if (c.draft == 2 && !required(c.draft_path, "kd_load_options.draft_path"))
+        fail(KD_E_INVALID, "kd_load_options.draft_path is empty: give the drafter's folder");
+    draft.mode = kd::model::DraftChoice::Mode(c.draft);
+    if (c.draft == 2) draft.path = c.draft_path;
+}
+
 kd::Engine& open(kd_engine* e) {
     kd::Engine& engine = required(e, "engine").engine;
     engine.check_process();
@@ -217,11 +231,8 @@ int32_t kd_load(kd_engine* engine, const char* path, const kd_load_options* opti
         plan.path = path;
         if (options) {
             const kd_load_options c = read_struct(options, "kd_load_options");
-            if (c.draft < 0 || c.draft > 2) fail(KD_E_INVALID, "kd_load_options.draft is %d: 0, 1 or 2", c.draft);
-            if (c.draft == 2 && !required(c.draft_path, "kd_load_options.draft_path"))
-                fail(KD_E_INVALID, "kd_load_options.draft_path is empty: give the drafter's folder");
-            plan.draft.mode = kd::model::DraftChoice::Mode(c.draft);
-            if (c.draft == 2) plan.draft.path = c.draft_path;
+            read_source(c, plan.draft, plan.links);
+            plan.replace = c.flags & KD_LOAD_REPLACE;
             if (c.n_tokens) {
                 required(c.token_ends, "kd_load_options.token_ends");
                 plan.token_bytes = kd::TokenBytes(c.token_bytes, c.token_ends, c.n_tokens);
@@ -241,6 +252,30 @@ int32_t kd_load_cancel(kd_engine* engine) {
 
 int32_t kd_load_progress(kd_engine* engine, kd_progress* progress) {
     return guard([&] { write_struct(progress, open(engine).load_progress(), "kd_progress"); });
+}
+
+int32_t kd_inspect(const char* path, const kd_load_options* options, char* json, uint32_t capacity, uint32_t* needed) {
+    return guard([&] {
+        if (!required(path, "path")) fail(KD_E_INVALID, "path is empty: give the model's folder");
+        kd::model::DraftChoice draft;
+        kd::model::Links links = kd::model::Links::kCache;
+        if (options) read_source(read_struct(options, "kd_load_options"), draft, links);
+        if (capacity) required(json, "json");
+        const std::string text = kd::model::inspect(path, draft, links);
+        if (needed) *needed = uint32_t(text.size() + 1);
+        if (text.size() >= capacity)
+            fail(KD_E_SIZE, "capacity is %u: the document takes %zu bytes", capacity, text.size() + 1);
+        memcpy(json, text.c_str(), text.size() + 1);
+        return int32_t(text.size());
+    });
+}
+
+int32_t kd_save(kd_engine* engine, const char* path) {
+    return guard([&] {
+        kd::Engine& e = open(engine);
+        if (!required(path, "path")) fail(KD_E_INVALID, "path is empty: give the folder to write to");
+        e.save(path);
+    });
 }
 
 int32_t kd_unload(kd_engine* engine, uint64_t* freed_bytes) {

@@ -34,12 +34,15 @@ void bind(Context* context);
 void abort(Group& group);
 
 const char* backend();                     // "cpu", "cuda"
+const char* weight_layout();               // what pack_experts makes: another name when that changes
 const char* built_isas();                  // what this library was compiled for, e.g. "plain avx2 avx512"
 const char* isa_name(const Group& group);  // e.g. "avx512"
 int thread_count(const Group& group);
 size_t act_bytes();
 // Bytes this process has in use where the group's ranks have their memory.
 uint64_t memory_used(const Group& group);
+// Bytes that all ranks together could still be given; UINT64_MAX where alloc() itself refuses what is not there.
+uint64_t memory_free();
 int most_rows();                // of one round, unless asked otherwise
 const char* default_builder();  // of a model with a drafter
 
@@ -47,7 +50,14 @@ const char* default_builder();  // of a model with a drafter
 void* alloc(size_t bytes);
 void release(void* p);
 
+// Host memory that upload() takes from while the caller goes on: it may be written again after settle(). Throws Error(KD_E_NOMEM).
+void* alloc_host(size_t bytes);
+void release_host(void* p);
+
 void upload(void* device, const void* host, size_t bytes);
+void settle();  // what the bound rank uploaded so far has left its source
+// Where bytes for `device` are best put: there, where the host can write there, else in `buffer`, for upload().
+void* landing(void* device, void* buffer);
 void download(void* host, const void* device, size_t bytes);  // complete on return
 
 template <class T>

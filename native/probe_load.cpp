@@ -11,6 +11,7 @@
 #include "model/hash.h"
 #include "model/json.h"
 #include "model/load.h"
+#include "model/packed.h"
 #include "model/safetensors.h"
 
 #define KD_PROBE extern "C" __attribute__((visibility("default")))
@@ -331,6 +332,15 @@ KD_PROBE int kd_probe_load(void** handle, const char* path, int draft_mode, cons
     return status;
 }
 
+// Write the loaded model into a folder as packed files, given up once `stop_at` bytes are written.
+KD_PROBE int kd_probe_save(void* handle, const char* path, uint64_t stop_at) {
+    return guarded([&] {
+        kd::model::Progress progress;
+        progress.stop_at = stop_at;
+        kd::model::save(*static_cast<Handle*>(handle)->loaded, path, progress);
+    });
+}
+
 KD_PROBE void kd_probe_unload(void* handle) {
     auto* h = static_cast<Handle*>(handle);
     h->loaded.reset();
@@ -344,7 +354,9 @@ KD_PROBE int kd_probe_loaded_info(void* handle, int rank, char* out, size_t capa
         Members m;
         m.add("shape", dump(model.shape)).add("draft", dump(model.draft)).add("parameters", l.info.parameters);
         m.add("draft_parameters", l.info.draft_parameters).add("weight_bytes", l.info.weight_bytes);
-        m.add("expert_bytes", l.info.expert_bytes).add("content_hash", l.info.content_hash);
+        m.add("expert_bytes", l.info.expert_bytes)
+            .add("content_hash", l.info.content_hash)
+            .add("target_hash", l.info.target_hash);
         give(out, capacity, m.add("stop_ids", l.info.stop_ids).text());
     });
 }

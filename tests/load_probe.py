@@ -50,6 +50,7 @@ class Probe:
         lib.kd_probe_config.argtypes = [text, text, text, text, size]
         u64p = ctypes.POINTER(u64)
         lib.kd_probe_load.argtypes = [ctypes.POINTER(ptr), text, ctypes.c_int, text, ctypes.c_int, u64, u64p, u64p]
+        lib.kd_probe_save.argtypes = [ptr, text, u64]
         lib.kd_probe_read.argtypes = [text, text, u64, size]
         lib.kd_probe_unload.argtypes = [ptr]
         lib.kd_probe_unload.restype = None
@@ -114,6 +115,10 @@ class Loaded:
 
     def __exit__(self, *_) -> None:
         self.probe.lib.kd_probe_unload(self._handle)
+
+    def save(self, folder: Path, stop_at: int = NEVER) -> None:
+        """As packed files."""
+        self.probe.check(self.probe.lib.kd_probe_save(self._handle, os.fsencode(folder), stop_at))
 
     def info(self, rank: int = 0) -> dict:
         return self.probe._text(self.probe.lib.kd_probe_loaded_info, self._handle, rank)

@@ -71,7 +71,7 @@ MAY_INCLUDE = {
     "pages": {"contracts", "rank", "pages"},
     "round": {"contracts", "rank", "pages", "team", "tree", "round"},
     "engine": {"contracts", "rank", "pages", "team", "tree", "round", "model", "self_check", "engine"},
-    "abi": {"contracts", "tree", "engine", "abi"},
+    "abi": {"contracts", "tree", "model", "engine", "abi"},
 }
 MAY_INCLUDE["probe"] = {"probe", *MAY_INCLUDE["engine"], "engine", "cpu", "cuda"}
 

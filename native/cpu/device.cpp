@@ -100,6 +100,7 @@ void bind(Context* context) { bound_context = context; }
 void abort(Group& group) { group.meeting.abort(); }
 
 const char* backend() { return "cpu"; }
+const char* weight_layout() { return "cpu plain 1"; }
 const char* built_isas() { return "plain avx2 avx512"; }
 const char* isa_name(const Group& group) { return name_of(group.isa); }
 int thread_count(const Group& group) { return group.threads; }
@@ -111,6 +112,17 @@ uint64_t memory_used(const Group&) {
         fclose(f);
     }
     return uint64_t{resident} * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+}
+
+uint64_t memory_free() {
+    unsigned long long kib = 0;
+    bool found = false;
+    if (FILE* f = fopen("/proc/meminfo", "re")) {
+        char line[128];
+        while (!found && fgets(line, sizeof line, f)) found = sscanf(line, "MemAvailable: %llu kB", &kib) == 1;
+        fclose(f);
+    }
+    return found ? uint64_t{kib} * 1024 : UINT64_MAX;
 }
 
 int most_rows() { return 1024; }
@@ -147,6 +159,11 @@ void upload(void* device, const void* host, size_t bytes) {
 void download(void* host, const void* device, size_t bytes) {
     if (bytes) memcpy(host, device, bytes);
 }
+
+void* alloc_host(size_t bytes) { return alloc(bytes); }
+void release_host(void* p) { release(p); }
+void settle() {}
+void* landing(void* device, void*) { return device; }
 
 Rows alloc_rows(size_t n_rows, int width) {
     return {alloc(n_rows * static_cast<size_t>(width) * sizeof(float)), width, 0};

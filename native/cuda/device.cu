@@ -157,11 +157,14 @@ void bind(Context* context) {
 void abort(Group& group) { group.meeting.abort(); }
 
 const char* backend() { return "cuda"; }
+const char* weight_layout() { return "cuda tiles 1"; }
 const char* built_isas() { return KD_CUDA_ARCHS; }
 const char* isa_name(const Group& group) { return group.name.c_str(); }
 int thread_count(const Group& group) { return group.tp; }
 size_t act_bytes() { return sizeof(cuda::bf16); }
 uint64_t memory_used(const Group&) { return allocations.total(); }
+
+uint64_t memory_free() { return UINT64_MAX; }
 
 int most_rows() { return 640; }
 const char* default_builder() { return "device"; }
@@ -237,6 +240,19 @@ void replay(uint64_t key, const std::function<void()>& body) {
 }
 
 void forget() { cuda::bound().forget(); }
+
+void* alloc_host(size_t bytes) {
+    void* p = nullptr;
+    if (cudaMallocHost(&p, bytes) != cudaSuccess) {
+        cudaGetLastError();
+        fail(KD_E_NOMEM, "the machine has no %zu MiB of memory to lock for the GPU: raise the limit of locked memory",
+             (bytes >> 20) + 1);
+    }
+    return p;
+}
+void release_host(void* p) { cudaFreeHost(p); }
+void settle() { cuda::check(cudaStreamSynchronize(cuda::bound().stream), "upload"); }
+void* landing(void*, void* buffer) { return buffer; }
 
 void upload(void* device, const void* host, size_t bytes) {
     if (bytes)

@@ -27,7 +27,7 @@ Engine::Engine(const Options& o)
     : options_(o),
       pid_(getpid()),
       ring_(ring_capacity(o), o.max_streams + 2),
-      team_({.tp = o.tp, .threads = o.threads, .isa = o.isa, .share_devices = o.share_devices}),
+      team_(device_options()),
       slot_used_(o.max_streams) {
     batch_.reserve(o.max_streams);
     parts_.reserve(o.max_streams);
@@ -39,6 +39,7 @@ Engine::~Engine() {
     {
         std::unique_lock lock(state_mutex_);
         if (loading_) progress_->cancel();
+        post([] {});  // a load that waits for requests to end
         state_changed_.wait(lock, [&] { return !loading_; });
     }
     post([this] { stop_ = true; });
@@ -91,12 +92,9 @@ kd_stats Engine::stats() {
     return s;
 }
 
-uint64_t Engine::submit(std::unique_ptr<Request> request) {
-    const kd_model_info m = info();
-    const Sequence& q = request->sequence;
-    if (draining_) fail(KD_E_DRAINING, "the engine is draining: no new requests");
-    if (queued_ + ring_.unpolled(queue_place()) >= options_.max_queue)
-        fail(KD_E_BUSY, "%d requests are waiting, the most that may: retry when some have ended", options_.max_queue);
+// Throws what a request that this model cannot serve is told.
+void Engine::check_request(const Request& r, const kd_model_info& m) const {
+    const Sequence& q = r.sequence;
     for (size_t i = 0; i < q.tokens.size(); i++)
         if (q.tokens[i] < 0 || q.tokens[i] >= m.vocab_size)
             fail(KD_E_TOKEN, "prompt token %zu is %d: ids are 0 .. %d", i, q.tokens[i], m.vocab_size - 1);
@@ -111,6 +109,14 @@ uint64_t Engine::submit(std::unique_ptr<Request> request) {
              "prompt, max_tokens and tree need %llu tokens of KV cache, which holds %llu: raise "
              "the engine's kv_bytes or lower max_tokens",
              static_cast<unsigned long long>(need), static_cast<unsigned long long>(m.kv_tokens));
+}
+
+uint64_t Engine::submit(std::unique_ptr<Request> request) {
+    const kd_model_info m = info();
+    if (draining_) fail(KD_E_DRAINING, "the engine is draining: no new requests");
+    if (queued_ + ring_.unpolled(queue_place()) >= options_.max_queue)
+        fail(KD_E_BUSY, "%d requests are waiting, the most that may: retry when some have ended", options_.max_queue);
+    check_request(*request, m);
     if (!(request->flags & KD_REQUEST_IGNORE_EOS))
         request->stop_ids.insert(request->stop_ids.end(), m.stop_ids, m.stop_ids + m.n_stop_ids);
     if (request->flags & KD_REQUEST_OWN_BUILDER) {
@@ -127,14 +133,14 @@ uint64_t Engine::submit(std::unique_ptr<Request> request) {
         waiting_.push_back(std::make_unique<Request>(std::move(*r)));
         Request& fresh = *waiting_.back();
         counters_.requests++;
-        try {
-            if (!resident_ || resident_->info.weights_generation != fresh.weights_generation)
-                fail(KD_E_CANCELLED, "the model was unloaded");
-            fresh.sequence.planting = fresh.flags & KD_REQUEST_OWN_BUILDER
-                                          ? planting(fresh.builder.c_str(), fresh.budget, ++builder_generation_)
-                                          : default_planting_;
-        } catch (const Error& e) {
-            end(fresh, KD_FINISH_ERROR, e.status);
+        // Of the model that will take resident_'s place: it has its turn then.
+        if (!next_ || next_->info.weights_generation != fresh.weights_generation) settle_in(fresh);
+        if (!next_ || fresh.ended) return;
+        // Behind those of the model that serves, if it is one of them itself.
+        auto at = waiting_.end() - 1;
+        while (at != waiting_.begin() && (*at)->weights_generation < (*(at - 1))->weights_generation) {
+            std::iter_swap(at, at - 1);
+            --at;
         }
     });
     return id;
@@ -180,13 +186,22 @@ void Engine::score(const int32_t* tokens, uint32_t n, float* logits) {
     score->sequence.tokens.assign(tokens, tokens + n);
     score->sequence.prompt = int(n);
     score->out = logits;
+    score->weights_generation = m.weights_generation;
     std::future<void> end = score->end.get_future();
     post([this, s = std::shared_ptr<Score>(std::move(score))] {
-        if (!resident_) {
+        const Resident* of =
+            next_ && next_->info.weights_generation == s->weights_generation ? next_.get() : resident_.get();
+        if (!of || of->info.weights_generation != s->weights_generation) {
             s->end.set_exception(std::make_exception_ptr(Error(KD_E_CANCELLED, "the model was unloaded")));
             return;
         }
-        scores_.push_back(std::make_unique<Score>(std::move(*s)));
+        // Those of the model that serves come first.
+        const bool later = of == next_.get();
+        scores_.insert(
+            later ? scores_.end()
+                  : std::find_if(scores_.begin(), scores_.end(),
+                                 [&](const auto& other) { return other->weights_generation > s->weights_generation; }),
+            std::make_unique<Score>(std::move(*s)));
     });
     end.get();
 }
@@ -207,6 +222,7 @@ uint64_t Engine::unload() {
             if (!resident_) fail(KD_E_STATE, "no model is loaded");
             info_ = {};
             token_bytes_ = false;
+            oldest_generation_ = weights_generation_ + 1;
         }
         end_all(KD_E_CANCELLED);
         const uint64_t before = device::memory_used(team_.group());

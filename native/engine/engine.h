@@ -54,6 +54,8 @@ struct LoadPlan {
     std::string path;
     model::DraftChoice draft;
     TokenBytes token_bytes;
+    model::Links links = model::Links::kCache;
+    bool replace = false;
 };
 
 class Engine {
@@ -65,6 +67,7 @@ class Engine {
 
     // All [any] unless noted; they throw Error. Once latched, stats() and poll() still work: what happened can be read.
     void load(LoadPlan plan);
+    void save(std::string path);
     void load_wait(uint32_t timeout_ms);
     void load_cancel();
     kd_progress load_progress();
@@ -92,11 +95,20 @@ class Engine {
         Sequence sequence;
         float* out = nullptr;
         int done = 0;
+        uint64_t weights_generation = 0;
         std::promise<void> end;
     };
     // Who an event is counted for in the ring: a stream slot, or one of these behind them.
     int queue_place() const { return options_.max_streams; }
     int load_place() const { return options_.max_streams + 1; }
+
+    device::Options device_options() const {
+        return {.tp = options_.tp,
+                .threads = options_.threads,
+                .isa = options_.isa,
+                .share_devices = options_.share_devices};
+    }
+    void check_request(const Request& request, const kd_model_info& model) const;
 
     // inbox (engine.cpp)
     void post(std::function<void()> command);  // drops it once the engine thread has ended
@@ -139,9 +151,12 @@ class Engine {
     void plant_default();
 
     // loading (loading.cpp)
-    void load_thread(LoadPlan plan, uint64_t generation);
-    std::unique_ptr<Resident> make_resident(LoadPlan& plan, uint64_t generation);
-    void install(std::unique_ptr<Resident> resident);
+    void begin_load(const std::string& path, std::function<void()> body);
+    std::unique_ptr<Resident> make_resident(LoadPlan& plan, uint64_t generation, device::Group& group, bool beside);
+    void install(std::shared_ptr<Resident> resident);
+    bool swap_if_idle();
+    void take_over(int status, const std::string& sentence);
+    void settle_in(Request& request);
     void finish_load(int status, const std::string& sentence);
 
     const Options options_;
@@ -151,8 +166,10 @@ class Engine {
     tree::Registry registry_;
 
     // engine thread only
-    std::unique_ptr<Resident> resident_;
-    Requests waiting_, running_;  // running_ includes prefilling ones, in order of admission
+    std::shared_ptr<Resident> resident_;
+    std::shared_ptr<Resident> next_;  // takes resident_'s place once the requests of that have ended
+    uint64_t oldest_generation_ = 1;  // of a request that may run on a model that replaced its own
+    Requests waiting_, running_;      // running_ includes prefilling ones, in order of admission
     std::deque<std::unique_ptr<Score>> scores_;
     std::vector<bool> slot_used_;
     std::unordered_map<const tree::Builder*, tree::Instance> instances_;
@@ -186,7 +203,6 @@ class Engine {
     bool loading_ = false;
     int load_status_ = KD_E_STATE;
     std::string load_sentence_ = "no load was started";
-    uint64_t load_elapsed_us_ = 0;
     uint64_t weights_generation_ = 0;
     std::unique_ptr<model::Progress> progress_;
     std::thread loader_;

@@ -5,41 +5,69 @@
 #include "engine/engine.h"
 #include "engine/threads.h"
 #include "error.h"
+#include "model/packed.h"
 #include "self_check.h"
 
 namespace kd {
 
-void Engine::load(LoadPlan plan) {
-    check_alive();
-    std::lock_guard lock(state_mutex_);
+// With state_mutex_ held. `body` runs on a thread of its own and posts what comes of it.
+void Engine::begin_load(const std::string& path, std::function<void()> body) {
     if (loading_) fail(KD_E_BUSY, "a load is under way: wait for it or cancel it with kd_load_cancel");
-    if (info_.weights_generation) fail(KD_E_EXISTS, "a model is loaded: unload it first with kd_unload");
     loading_ = true;
     progress_ = std::make_unique<model::Progress>();
     load_status_ = KD_E_BUSY;
-    loader_ = quiet_thread("kd-loader", [this, plan = std::move(plan), generation = weights_generation_ + 1]() mutable {
-        load_thread(std::move(plan), generation);
+    loader_ = quiet_thread("kd-loader", [this, path, body = std::move(body)] {
+        try {
+            body();
+        } catch (const Error& e) {
+            post([this, status = e.status, sentence = std::string(e.what())] { finish_load(status, sentence); });
+        } catch (const std::bad_alloc&) {
+            post([this, path] { finish_load(KD_E_NOMEM, "out of memory while loading " + path); });
+        } catch (const std::exception& e) {
+            post([this, sentence = std::string(e.what())] { finish_load(KD_E_FATAL, sentence); });
+        }
     });
 }
 
-void Engine::load_thread(LoadPlan plan, uint64_t generation) {
-    try {
-        std::shared_ptr<Resident> resident = make_resident(plan, generation);
+void Engine::load(LoadPlan plan) {
+    check_alive();
+    std::lock_guard lock(state_mutex_);
+    if (!loading_ && info_.weights_generation && !plan.replace)
+        fail(KD_E_EXISTS, "a model is loaded: unload it first with kd_unload, or load with KD_LOAD_REPLACE");
+    const std::string path = plan.path;
+    begin_load(path, [this, plan = std::move(plan), generation = weights_generation_ + 1,
+                      beside = info_.weights_generation != 0]() mutable {
+        // Beside a model at work its ranks' contexts are taken: this load gets some of its own.
+        const std::shared_ptr<device::Group> own = beside ? device::open_group(device_options()) : nullptr;
+        device::Group& group = own ? *own : team_.group();
+        std::shared_ptr<Resident> resident = make_resident(plan, generation, group, beside);
         if (progress_->cancelled()) fail(KD_E_CANCELLED, "the load of %s was cancelled", plan.path.c_str());
-        post([this, resident] { install(std::make_unique<Resident>(std::move(*resident))); });
-    } catch (const Error& e) {
-        post([this, status = e.status, sentence = std::string(e.what())] { finish_load(status, sentence); });
-    } catch (const std::bad_alloc&) {
-        post([this, path = plan.path] { finish_load(KD_E_NOMEM, "out of memory while loading " + path); });
-    } catch (const std::exception& e) {
-        post([this, sentence = std::string(e.what())] { finish_load(KD_E_FATAL, sentence); });
-    }
+        if (own)
+            for (int r = 0; r < options_.tp; r++) {
+                device::bind(device::context(*own, r));
+                device::settle();
+            }
+        resident->loaded->adopt(team_.group());
+        post([this, resident] { install(resident); });
+    });
 }
 
-std::unique_ptr<Resident> Engine::make_resident(LoadPlan& plan, uint64_t generation) {
+void Engine::save(std::string path) {
+    check_alive();
+    std::lock_guard lock(state_mutex_);
+    if (!loading_ && !info_.weights_generation) fail(KD_E_STATE, "no model is loaded: there is nothing to save");
+    begin_load(path, [this, path] {
+        // resident_ stays: nothing replaces or frees it while loading_ is set.
+        model::save(*resident_->loaded, path, *progress_);
+        post([this] { finish_load(KD_OK, ""); });
+    });
+}
+
+std::unique_ptr<Resident> Engine::make_resident(LoadPlan& plan, uint64_t generation, device::Group& group,
+                                                bool beside) {
     auto resident = std::make_unique<Resident>();
-    resident->loaded = model::load(plan.path, plan.draft, team_.group(), options_.tp, *progress_);
-    progress_->phase = KD_LOAD_PREPARE;
+    resident->loaded = model::load(plan.path, plan.draft, group, options_.tp, *progress_, plan.links);
+    progress_->enter(KD_LOAD_PREPARE);
     const model::Loaded& loaded = *resident->loaded;
     const Model& m = loaded.ranks[0];
 
@@ -58,9 +86,15 @@ std::unique_ptr<Resident> Engine::make_resident(LoadPlan& plan, uint64_t generat
              static_cast<unsigned long long>(options_.kv_bytes), limits.kv_pages,
              static_cast<unsigned long long>(page_bytes), least);
 
+    const uint64_t kv_bytes = limits.kv_pages * page_bytes * uint64_t(options_.tp);
+    if (beside && kv_bytes > device::memory_free())
+        fail(KD_E_NOMEM,
+             "%s: its KV cache needs %llu MiB beside the model that serves, %llu MiB are free: unload that first",
+             plan.path.c_str(), static_cast<unsigned long long>(kv_bytes >> 20),
+             static_cast<unsigned long long>(device::memory_free() >> 20));
     std::vector<std::unique_ptr<Rank>> ranks;
     for (int r = 0; r < options_.tp; r++) {
-        device::bind(device::context(team_.group(), r));
+        device::bind(device::context(group, r));
         self_check((std::string(device::backend()) + " device of rank " + std::to_string(r)).c_str());
         ranks.push_back(std::make_unique<Rank>(loaded.ranks[size_t(r)], r, limits));
     }
@@ -81,6 +115,7 @@ std::unique_ptr<Resident> Engine::make_resident(LoadPlan& plan, uint64_t generat
     info.draft_depth = m.draft.depth();
     info.n_stop_ids = int(loaded.info.stop_ids.size());
     std::copy(loaded.info.stop_ids.begin(), loaded.info.stop_ids.end(), info.stop_ids);
+    info.skipped_tensors = uint32_t(std::min<uint64_t>(loaded.info.skipped, UINT32_MAX));
     info.parameters = loaded.info.parameters;
     info.draft_parameters = loaded.info.draft_parameters;
     info.weight_bytes = loaded.info.weight_bytes;
@@ -92,22 +127,74 @@ std::unique_ptr<Resident> Engine::make_resident(LoadPlan& plan, uint64_t generat
     return resident;
 }
 
-void Engine::install(std::unique_ptr<Resident> resident) {
-    resident_ = std::move(resident);
+void Engine::install(std::shared_ptr<Resident> resident) {
+    {
+        std::lock_guard lock(state_mutex_);  // from now on requests are checked against the new model
+        info_ = resident->info;
+        token_bytes_ = !resident->token_bytes.empty();
+    }
+    next_ = std::move(resident);
+    progress_->enter(KD_LOAD_SWAP);
+    swap_if_idle();
+}
+
+// Puts next_ in place once everything that was submitted to the model before it has ended. Whether there was something to do.
+bool Engine::swap_if_idle() {
+    if (!next_) return false;
+    if (fatal_ || progress_->cancelled()) {
+        next_.reset();
+        take_over(KD_E_CANCELLED, "the load was cancelled");
+        return true;
+    }
+    const auto old = [&](uint64_t generation) { return generation != next_->info.weights_generation; };
+    if (!running_.empty() || (!waiting_.empty() && old(waiting_.front()->weights_generation)) ||
+        (!scores_.empty() && old(scores_.front()->weights_generation)))
+        return false;
+    if (resident_) team_.run([](int) { device::forget(); });
+    resident_ = std::move(next_);
     try {
         plant_default();
+        take_over(KD_OK, "");
     } catch (const Error& e) {
         resident_.reset();
-        finish_load(e.status, e.what());
-        return;
+        take_over(e.status, e.what());
     }
+    return true;
+}
+
+// A load that got as far as next_ ends: resident_, if there is one, is what waiting requests run on.
+void Engine::take_over(int status, const std::string& sentence) {
     {
         std::lock_guard lock(state_mutex_);
-        info_ = resident_->info;
-        token_bytes_ = !resident_->token_bytes.empty();
-        weights_generation_ = info_.weights_generation;
+        info_ = resident_ ? resident_->info : kd_model_info{};
+        token_bytes_ = resident_ && !resident_->token_bytes.empty();
+        if (status == KD_OK) weights_generation_ = info_.weights_generation;
     }
-    finish_load(KD_OK, "");
+    for (auto& request : waiting_) settle_in(*request);
+    std::erase_if(scores_, [&](std::unique_ptr<Score>& score) {
+        if (resident_ && score->weights_generation == resident_->info.weights_generation) return false;
+        score->end.set_exception(std::make_exception_ptr(Error(KD_E_CANCELLED, "the model was replaced")));
+        return true;
+    });
+    finish_load(status, sentence);
+}
+
+// A request that has not begun gets the model and the builder that are in force now, or ends.
+void Engine::settle_in(Request& r) {
+    if (r.ended) return;
+    try {
+        if (!resident_) fail(KD_E_CANCELLED, "the model was unloaded");
+        if (r.weights_generation != resident_->info.weights_generation) {
+            if (r.weights_generation < oldest_generation_) fail(KD_E_CANCELLED, "the model was unloaded");
+            check_request(r, resident_->info);
+            r.weights_generation = resident_->info.weights_generation;
+        }
+        r.sequence.planting = r.flags & KD_REQUEST_OWN_BUILDER
+                                  ? planting(r.builder.c_str(), r.budget, ++builder_generation_)
+                                  : default_planting_;
+    } catch (const Error& e) {
+        end(r, KD_FINISH_ERROR, e.status);
+    }
 }
 
 void Engine::finish_load(int status, const std::string& sentence) {
@@ -122,8 +209,8 @@ void Engine::finish_load(int status, const std::string& sentence) {
         loading_ = false;
         load_status_ = status;
         load_sentence_ = sentence;
-        if (status == KD_OK) progress_->phase = KD_LOAD_DONE;
-        load_elapsed_us_ = now_us() - progress_->start_us;
+        if (status == KD_OK) progress_->enter(KD_LOAD_DONE);
+        progress_->stop();
     }
     kd_event e{};
     e.size = sizeof e;
@@ -152,6 +239,7 @@ void Engine::load_cancel() {
     std::lock_guard lock(state_mutex_);
     if (!loading_) fail(KD_E_STATE, "no load is under way");
     progress_->cancel();
+    post([] {});  // it may be waiting for requests to end
 }
 
 kd_progress Engine::load_progress() {
@@ -160,11 +248,11 @@ kd_progress Engine::load_progress() {
     kd_progress p{};
     p.size = sizeof p;
     if (!progress_) return p;
-    p.phase = progress_->phase;
+    p.phase = progress_->phase();
     p.bytes_done = progress_->bytes_done;
     p.bytes_total = progress_->bytes_total;
-    const uint64_t start = progress_->start_us;
-    p.elapsed_us = !loading_ ? load_elapsed_us_ : start ? now_us() - start : 0;
+    p.elapsed_us = progress_->elapsed_us();
+    for (int i = 0; i < KD_LOAD_PHASES; i++) p.phase_us[i] = progress_->phase_us(i);
     return p;
 }
 

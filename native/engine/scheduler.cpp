@@ -17,10 +17,12 @@ void Engine::serve() {
             latch(e.what());
         }
         show();
+        if (swap_if_idle()) worked = true;
         if (!worked && !stop_) wait();
     }
     end_all(KD_E_CANCELLED);
     show();
+    next_.reset();
     resident_.reset();
     std::vector<std::function<void()>> late;
     {
@@ -83,6 +85,7 @@ void Engine::admit() {
     for (int slot = 0; slot < options_.max_streams && !waiting_.empty(); slot++) {
         if (slot_used_[slot] || ring_.unpolled(slot)) continue;
         Request& request = *waiting_.front();
+        if (next_ && !request.ended && request.weights_generation == next_->info.weights_generation) return;
         if (!request.ended && !admit_one(request, slot)) return;
         if (!request.ended) running_.push_back(std::move(waiting_.front()));
         waiting_.pop_front();
@@ -199,6 +202,7 @@ bool Engine::decode() {
 bool Engine::score_some() {
     if (scores_.empty()) return false;
     Score& score = *scores_.front();
+    if (score.weights_generation != resident_->info.weights_generation) return false;  // of the next model
     Sequence& q = score.sequence;
     if (q.pages.empty() && !resident_->cache->allocate(q.pages, (q.prompt + KD_PAGE_TOKENS - 1) / KD_PAGE_TOKENS))
         return false;  // until running requests give pages back

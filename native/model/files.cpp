@@ -58,13 +58,18 @@ void File::read(void* to, size_t n, uint64_t offset, const std::string& what) co
     }
 }
 
-Folder::Folder(const std::string& path) : path_(path) {
+void File::expect(uint64_t offset, uint64_t n) const {
+    posix_fadvise(fd_, static_cast<off_t>(offset), static_cast<off_t>(n), POSIX_FADV_WILLNEED);
+}
+
+Folder::Folder(const std::string& path, Links links) : path_(path), links_(links) {
     fd_ = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (fd_ < 0) cannot("open the model folder", path, errno);
 }
 
-Folder::Folder(const Folder& parent, const std::string& name) : path_(parent.path_of(name)) {
-    fd_ = openat(parent.fd_, name.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+Folder::Folder(const Folder& parent, const std::string& name) : path_(parent.path_of(name)), links_(parent.links_) {
+    const int follow = links_ == Links::kFollow ? 0 : O_NOFOLLOW;
+    fd_ = openat(parent.fd_, name.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | follow);
     if (fd_ >= 0) return;
     if (errno == ENOTDIR || errno == ELOOP)  // Linux says ENOTDIR of a link to a folder
         refuse(path_, "is no folder, or a symbolic link to one; give the drafter's own path instead");
@@ -83,13 +88,13 @@ bool Folder::has(const std::string& name) const {
 std::unique_ptr<File> Folder::open(const std::string& name) const {
     const std::string path = path_of(name);
     constexpr int kFlags = O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC | O_NOCTTY;
-    int fd = openat(fd_, name.c_str(), kFlags);
-    if (fd < 0 && errno == ELOOP) {
+    int fd = openat(fd_, name.c_str(), links_ == Links::kFollow ? kFlags & ~O_NOFOLLOW : kFlags);
+    if (fd < 0 && errno == ELOOP && links_ == Links::kCache) {
         const std::string blob = cache_blob(fd_, name.c_str());
         if (blob.empty())
             refuse(path,
-                   "is a symbolic link that leads elsewhere; kd follows only those of Hugging Face's own cache, put "
-                   "the file itself there");
+                   "is a symbolic link that leads elsewhere; kd follows only those of Hugging Face's own cache: put "
+                   "the file itself there, or ask for links to be followed");
         fd = openat(fd_, blob.c_str(), kFlags);
     }
     if (fd < 0 && errno == ENOENT)
@@ -105,7 +110,8 @@ std::unique_ptr<File> Folder::open(const std::string& name) const {
         close(fd);
         refuse(path, "is no regular file; put the file itself there");
     }
-    posix_fadvise(fd, 0, 0, POSIX_FADV_SEQUENTIAL);
+    posix_fadvise(fd, 0, 0,
+                  POSIX_FADV_RANDOM);  // several threads read: what comes next they say themselves, see expect()
     return std::make_unique<File>(fd, path, static_cast<uint64_t>(st.st_size));
 }
 
@@ -119,7 +125,7 @@ std::string Folder::read_text(const std::string& name, size_t max_bytes) const {
     return text;
 }
 
-static safetensors::Header read_header(const File& file) {
+safetensors::Header read_header(const File& file) {
     uint8_t prefix[safetensors::kPrefixBytes];
     if (file.bytes < sizeof prefix)
         refuse(file.path, "has " + std::to_string(file.bytes) +

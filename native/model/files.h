@@ -1,7 +1,7 @@
 // The files of a model folder: opened once, relative to the opened folder, regular files only, read with pread.
 //
-// A symbolic link is not followed, except the one that Hugging Face's download cache is made of: a link to
-// ../../blobs/<hexadecimal name>. Errors name path, reason and, where it matters, the user.
+// A symbolic link is not followed, except the one that Hugging Face's download cache is made of, a link to
+// ../../blobs/<hexadecimal name>, unless one asks for it. Errors name path, reason and, where it matters, the user.
 #pragma once
 
 #include <cstdint>
@@ -26,6 +26,9 @@ class File {
     // Exactly `n` bytes from `offset`. `what` stands in the sentence if the file ends early.
     void read(void* to, size_t n, uint64_t offset, const std::string& what) const;
 
+    // These bytes are read next: the system may begin with it. Only a hint.
+    void expect(uint64_t offset, uint64_t n) const;
+
     const std::string path;
     const uint64_t bytes;  // when it was opened
 
@@ -33,10 +36,13 @@ class File {
     int fd_;
 };
 
+enum class Links { kCache, kFollow };  // which symbolic links are followed
+
 class Folder {
   public:
-    explicit Folder(const std::string& path);               // KD_E_IO
-    Folder(const Folder& parent, const std::string& name);  // KD_E_MODEL if it is a link or no folder
+    explicit Folder(const std::string& path, Links links = Links::kCache);  // KD_E_IO
+    Folder(const Folder& parent,
+           const std::string& name);  // KD_E_MODEL if it is a link or no folder; links as the parent
     ~Folder();
     Folder(const Folder&) = delete;
     Folder& operator=(const Folder&) = delete;
@@ -47,11 +53,15 @@ class Folder {
     std::string read_text(const std::string& name, size_t max_bytes) const;
     std::string path_of(const std::string& name) const { return path_ + "/" + name; }
     const std::string& path() const { return path_; }
+    Links links() const { return links_; }
 
   private:
     std::string path_;
+    Links links_;
     int fd_ = -1;
 };
+
+safetensors::Header read_header(const File& file);
 
 // Every tensor of a folder, by name.
 struct Checkpoint {

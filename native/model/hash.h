@@ -23,7 +23,15 @@ class Hash {
             stripe(hold_);
             held_ = 0;
         }
-        for (; bytes >= sizeof hold_; p += sizeof hold_, bytes -= sizeof hold_) stripe(p);
+        // In registers: a store through lane_ might change *p for all the compiler knows.
+        uint64_t a = lane_[0], b = lane_[1], c = lane_[2], d = lane_[3];
+        for (; bytes >= sizeof hold_; p += sizeof hold_, bytes -= sizeof hold_) {
+            a = round(a, word<uint64_t>(p));
+            b = round(b, word<uint64_t>(p + 8));
+            c = round(c, word<uint64_t>(p + 16));
+            d = round(d, word<uint64_t>(p + 24));
+        }
+        lane_[0] = a, lane_[1] = b, lane_[2] = c, lane_[3] = d;
         if (bytes != 0) memcpy(hold_, p, bytes);
         held_ = bytes;
     }

@@ -4,6 +4,7 @@
 #include <charconv>
 
 #include "model/load.h"
+#include "model/readers.h"
 #include "model/refuse.h"
 
 namespace kd::model {
@@ -26,6 +27,7 @@ Layout::Slab Layout::slab(uint64_t rows, uint64_t cols, uint64_t element_bytes) 
                       __builtin_add_overflow(bytes, kAlign - 1, &bytes) ||
                       __builtin_add_overflow(bytes_, bytes & ~(kAlign - 1), &bytes_);
     if (over) fail(KD_E_NOMEM, "the model's weights would take more than 2^64 bytes");
+    for (const uint64_t n : {s.at, rows, cols, element_bytes}) hash_.add(&n, sizeof n);
     return s;
 }
 
@@ -89,8 +91,11 @@ Plan Collector::finish(const std::function<bool(std::string_view)>& skip) {
     for (const safetensors::Header& header : files_.headers)
         for (const safetensors::Tensor& t : header.tensors) {
             const Checkpoint::Found& found = files_.tensors.at(t.name);
-            if (!found.used && !skip(t.name))
+            if (found.used) continue;
+            if (!skip(t.name))
                 wrong(found, "is nothing this engine has a use for, so the model is not what config.json says");
+            ++plan_.skipped;
+            plan_.skipped_bytes += t.end - t.begin;
         }
     std::sort(plan_.places.begin(), plan_.places.end(), [](const Place& a, const Place& b) {
         return a.found->file != b.found->file ? a.found->file < b.found->file
@@ -209,6 +214,7 @@ RopeSlabs lay_out_target(Model& m, uint64_t& expert_bytes, Layout& l, Collector*
     const std::string prefix = c ? c->prefix : "";
     // as many rows on every rank, so that all layouts are the same; the last rank may not use all of them
     const uint64_t vocab_rows = (u(s.vocab) + u(s.tp) - 1) / u(s.tp);
+    l.begin("vocabulary");
     const auto embed = l.slab(vocab_rows, u(s.hidden), 2);
     const auto lm_head = l.slab(vocab_rows, u(s.hidden), 2);
     m.embed = l.mat(embed, s.vocab_rank, s.hidden);
@@ -223,6 +229,7 @@ RopeSlabs lay_out_target(Model& m, uint64_t& expert_bytes, Layout& l, Collector*
     m.layers.clear();
     for (int i = 0; i < s.layers; ++i) {
         const std::string name = c ? prefix + "model.layers." + std::to_string(i) + "." : "";
+        l.begin("layers." + std::to_string(i));
         Layer& layer = m.layers.emplace_back();
         layer.dense = i < s.dense_layers;
         layer.input_norm = lay_out_norm(l, c, name + "input_layernorm.weight", s.hidden);
@@ -241,6 +248,7 @@ RopeSlabs lay_out_target(Model& m, uint64_t& expert_bytes, Layout& l, Collector*
         lay_out_mlp(layer.shared_gate_up, layer.shared_down, l, c, name + "mlp.shared_experts.", s.hidden,
                     s.shared_inter, s.shared_inter_rank);
     }
+    l.begin("rope");
     return lay_out_rope(m.rope, l, s.max_positions, s.rope);
 }
 
@@ -250,6 +258,7 @@ RopeSlabs lay_out_draft(Model& m, Layout& l, Collector* c, const DraftShape& d, 
     m.draft = d;
     const std::string prefix = c ? c->prefix : "";
     const uint64_t hidden = u(d.hidden), taps = d.taps.size();
+    l.begin("draft");
     const auto fc = l.slab(hidden, taps * hidden, 2);
     m.fc = l.mat(fc, d.hidden, static_cast<int>(taps) * d.hidden);
     m.draft_hidden_norm = lay_out_norm(l, c, prefix + "hidden_norm.weight", d.hidden);
@@ -262,6 +271,7 @@ RopeSlabs lay_out_draft(Model& m, Layout& l, Collector* c, const DraftShape& d, 
     for (int i = 0; i < d.layers; ++i) {
         const std::string name = c ? prefix + "layers." + std::to_string(i) + "." : "";
         const std::string attention = name + "self_attn.";
+        l.begin("draft.layers." + std::to_string(i));
         DraftLayer& layer = m.draft_layers.emplace_back();
         layer.input_norm = lay_out_norm(l, c, name + "input_layernorm.weight", d.hidden);
         layer.post_norm = lay_out_norm(l, c, name + "post_attention_layernorm.weight", d.hidden);
@@ -279,6 +289,7 @@ RopeSlabs lay_out_draft(Model& m, Layout& l, Collector* c, const DraftShape& d, 
         }
         lay_out_mlp(layer.gate_up, layer.down, l, c, name + "mlp.", d.hidden, d.inter, d.inter_rank);
     }
+    l.begin("draft.rope");
     return lay_out_rope(m.draft_rope, l, max_positions, d.head_dim);
 }
 

@@ -9,6 +9,7 @@
 
 #include "model/config.h"
 #include "model/files.h"
+#include "model/hash.h"
 #include "types.h"
 
 namespace kd::model {
@@ -44,6 +45,7 @@ struct Plan {
     std::vector<Place> places;  // in the order in which the files hold them
     uint64_t read_bytes = 0;    // of all places
     uint64_t parameters = 0;
+    uint64_t skipped = 0, skipped_bytes = 0;  // tensors that a text model does not need
 };
 
 // Memory of a rank, from `base` on; with base 0 only the layout is made.
@@ -59,6 +61,15 @@ class Layout {
     Slab slab(uint64_t rows, uint64_t cols, uint64_t element_bytes);
     uint64_t bytes() const { return bytes_; }
 
+    // What is laid out from here on is part of `name`, until the next part begins.
+    void begin(const std::string& name) { parts_.push_back({name, bytes_}); }
+    struct Part {
+        std::string name;
+        uint64_t at;
+    };
+    const std::vector<Part>& parts() const { return parts_; }
+    uint64_t fingerprint() const { return hash_.value(); }  // of all slabs and parts
+
     template <class T>
     Dev<const T> dev(const Slab& s) const {
         return Dev<const T>(reinterpret_cast<const T*>(reinterpret_cast<uintptr_t>(base_) + s.at));
@@ -69,6 +80,8 @@ class Layout {
   private:
     uint8_t* base_;
     uint64_t bytes_ = 0;
+    std::vector<Part> parts_;
+    Hash hash_;
 };
 
 // Where a rank's rope tables lie; rows of `pairs` floats.

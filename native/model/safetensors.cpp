@@ -128,7 +128,7 @@ Header parse(std::string_view bytes, uint64_t file_bytes, const std::string& whe
     json::Cursor in(text, where + " (header)");
     in.object([&](const std::string& name) {
         if (name == "__metadata__") {
-            in.object([&](const std::string&) { in.string(); });
+            in.object([&](const std::string& key) { h.metadata[key] = in.string(); });
             return;
         }
         if (h.tensors.size() == kMaxTensors)

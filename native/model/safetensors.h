@@ -41,6 +41,7 @@ struct Tensor {
 struct Header {
     uint64_t data_begin = 0;      // offset in the file
     std::vector<Tensor> tensors;  // in the file's order
+    std::unordered_map<std::string, std::string> metadata;
 };
 
 // Bytes of prefix and header together, from the file's first 8 bytes. `where` names the file in sentences.

@@ -243,20 +243,22 @@ class ChatTemplate:
         self._template = self._guard(lambda: self._environment.from_string(source))
 
     @classmethod
-    def load(cls, folder: str | Path, tokenizer: Tokenizer) -> ChatTemplate | None:
+    def load(cls, folder: str | Path, tokenizer: Tokenizer, *, follow_links: bool = False) -> ChatTemplate | None:
         """From `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`; None if the folder has neither.
         Raises ChatError."""
         folder = Path(folder)
         path = folder / "chat_template.jinja"
         try:
             if present(path):
-                source = read_bounded(path, 4 * MAX_TEMPLATE_CHARS).decode()  # the constructor counts characters
+                source = read_bounded(
+                    path, 4 * MAX_TEMPLATE_CHARS, follow_links
+                ).decode()  # the constructor counts characters
                 return cls(source, tokenizer, place=str(path))
         except (OSError, UnicodeDecodeError) as error:
             raise ChatError(f"{path}: cannot be read ({why(error)})") from None
         path = folder / "tokenizer_config.json"
         try:
-            source = json.loads(read_bounded(path, MAX_CONFIG_BYTES)).get("chat_template")
+            source = json.loads(read_bounded(path, MAX_CONFIG_BYTES, follow_links)).get("chat_template")
         except (OSError, ValueError, AttributeError):
             return None  # the tokenizer's reader has said what is wrong with it
         if source is None:

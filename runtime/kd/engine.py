@@ -6,7 +6,6 @@ to an `EventStream` goes there, all others come out of `poll()`. Errors are `kd.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
@@ -17,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from kd import structs
 from kd.event_stream import EventStream
-from kd.files import present
 from kd.native import KdError, Library, constants, ffi, load_library, status_names
 from kd.structs import CODES, invalid
+from kd.text_side import read_text_side
 from kd.values import Completion, Event, ModelInfo, RequestOptions, Sampling
 
 if TYPE_CHECKING:
@@ -147,22 +146,36 @@ class Engine:
         draft: str | Path = "auto",
         wait: bool = True,
         progress: Callable[[dict], None] | None = None,
+        replace: bool = False,
+        follow_links: bool = False,
     ) -> None:
-        """Load a model folder. draft: "auto" (<path>/draft if there is one), "none", or a folder.
+        """Load a model folder, or a packed one. draft: "auto" (<path>/draft if there is one), "none", or a folder.
 
         progress: called with `load_progress()` about every 50 ms while waiting, and at the end. An exception in it, or
         Ctrl-C, cancels the load and comes out of here once the memory is back. wait=False returns at once. The end
-        also comes as a "load" event.
+        also comes as a "load" event. replace: a loaded model serves on until this one can take its place, and finishes
+        its requests; needs wait. follow_links: symbolic links in the folder may lead elsewhere.
         """
+        if replace and not wait:
+            raise invalid("replace needs wait: the tokenizer changes with the model")
         folder = structs.path(path)
-        tokenizer, chat = _read_text_side(Path(path))
-        options, keep = structs.load_options(draft, tokenizer)
+        tokenizer, chat = read_text_side(Path(path), follow_links)
+        options, keep = structs.load_options(draft, tokenizer, replace, follow_links)
         with self._call() as handle:
             self._check(self._lib.kd_load(handle, folder, options))
-            self._tokenizer, self._chat = tokenizer, chat
+            if not replace:
+                self._tokenizer, self._chat = tokenizer, chat
         del keep
         if wait:
             self._wait_for_load(progress)
+            self._tokenizer, self._chat = tokenizer, chat
+
+    def save(self, folder: str | Path, progress: Callable[[dict], None] | None = None) -> None:
+        """Write the loaded model as packed files, one a rank, into a folder that is there. `kd.convert` makes a whole
+        model folder of it. progress, exceptions and Ctrl-C as for `load()`."""
+        with self._call() as handle:
+            self._check(self._lib.kd_save(handle, structs.path(folder)))
+        self._wait_for_load(progress)
 
     def _wait_for_load(self, progress: Callable[[dict], None] | None) -> None:
         # One call of the library at a time, so that close() in another thread, or in `progress`, gets its turn.
@@ -199,8 +212,8 @@ class Engine:
             pass  # KD_E_CANCELLED, or why it had ended before
 
     def load_progress(self) -> dict[str, Any]:
-        """{"phase": "open"|"read"|"prepare"|"done", "bytes_done", "bytes_total", "elapsed_us"} of the load under way or
-        the last one."""
+        """{"phase": "open"|"read"|"prepare"|"swap"|"done" ("write" of a save), "bytes_done", "bytes_total", "elapsed_us",
+        "phases": {phase: us}} of the load under way or the last one."""
         return structs.progress(self._filled("kd_progress", self._lib.kd_load_progress))
 
     def load_cancel(self) -> None:
@@ -445,24 +458,3 @@ class Engine:
             for other in self._queues.values():
                 if other is not queue:
                     other.append(event)
-
-
-def _read_text_side(folder: Path) -> tuple[Tokenizer | None, ChatTemplate | None]:
-    """Tokenizer and chat template of a folder; None where it has none."""
-    try:
-        if not present(folder / "tiktoken.model"):
-            return None, None  # of a folder that is none the library says what is wrong
-    except OSError as error:
-        raise structs.failure(
-            "KD_E_IO",
-            f"{folder}: the model folder cannot be read by user {os.geteuid()} ({error.strerror}): "
-            "give that user access to it and to the folders above",
-        ) from None
-    from kd.chat import ChatError, ChatTemplate
-    from kd.tokenizer import Tokenizer, TokenizerError
-
-    try:
-        tokenizer = Tokenizer.load(folder)
-        return tokenizer, ChatTemplate.load(folder, tokenizer)
-    except (TokenizerError, ChatError) as error:
-        raise structs.failure("KD_E_MODEL", str(error)) from None

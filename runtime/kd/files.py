@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -21,10 +22,31 @@ def present(path: str | Path) -> bool:
     return True
 
 
-def read_bounded(path: str | Path, limit: int) -> bytes:
+def follow(path: str | Path, anywhere: bool = False) -> str:
+    """`path`, or where a link there leads if it is one that Hugging Face's download cache is made of, or any may be followed.
+    Raises OSError for other links."""
+    path = str(path)
+    try:
+        link = os.readlink(path)
+    except OSError:  # no link
+        return path
+    if anywhere:
+        return path
+    if re.fullmatch(r"\.\./\.\./blobs/[0-9a-f]+", link):
+        return os.path.join(os.path.dirname(path), link)
+    raise OSError(
+        errno.ELOOP,
+        "it is a symbolic link that leads elsewhere; kd follows only those of Hugging Face's own cache: put the file itself "
+        "there, or ask for links to be followed",
+        path,
+    )
+
+
+def read_bounded(path: str | Path, limit: int, follow_links: bool = False) -> bytes:
     """All of a regular file of at most `limit` bytes. Raises OSError, also for a FIFO, a device or a folder (which a
-    plain open would wait for, or read for ever), and TooLarge."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    plain open would wait for, or read for ever) and a link that leads elsewhere (see `follow`), and TooLarge."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    fd = os.open(follow(path, follow_links), flags if follow_links else flags | os.O_NOFOLLOW)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", str(path))

@@ -26,7 +26,7 @@ def _words(prefix: str, *names: str) -> dict[int, str]:
 
 EVENT_TYPES = _words("KD_EVENT_", "tokens", "end", "load", "fatal")
 FINISH: dict[int, str | None] = {0: None, **_words("KD_FINISH_", "stop", "length", "cancelled", "error")}
-PHASES = _words("KD_LOAD_", "open", "read", "prepare", "done")
+PHASES = _words("KD_LOAD_", "open", "read", "prepare", "done", "swap", "write")
 STATES = _words("KD_STATE_", "empty", "loading", "ready", "draining", "fatal")
 ISAS = {name: code for code, name in _words("KD_ISA_", "auto", "plain", "avx2", "avx512").items()}
 
@@ -117,9 +117,12 @@ def options(*, isa: str, prefix_cache: bool, **values: int) -> Any:
     return struct
 
 
-def load_options(draft: str | Path, tokenizer: Tokenizer | None) -> tuple[Any, list[Any]]:
+def load_options(
+    draft: str | Path, tokenizer: Tokenizer | None, replace: bool = False, follow_links: bool = False
+) -> tuple[Any, list[Any]]:
     """kd_load_options."""
     struct = new("kd_load_options")
+    struct.flags = constants["KD_LOAD_REPLACE"] * replace | constants["KD_LOAD_FOLLOW_LINKS"] * follow_links
     keep: list[Any] = []
     if draft == "none":
         struct.draft = 1
@@ -203,6 +206,7 @@ def progress(struct: Any) -> dict[str, Any]:
         "bytes_done": struct.bytes_done,
         "bytes_total": struct.bytes_total,
         "elapsed_us": struct.elapsed_us,
+        "phases": {name: struct.phase_us[i] for i, name in PHASES.items() if struct.phase_us[i]},
     }
 
 

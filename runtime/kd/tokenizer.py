@@ -65,11 +65,12 @@ class Tokenizer:
         self._encoding = tiktoken.Encoding(name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=self.special)
 
     @classmethod
-    def load(cls, folder: str | Path) -> Tokenizer:
+    def load(cls, folder: str | Path, *, follow_links: bool = False) -> Tokenizer:
         """Read `tiktoken.model` and `tokenizer_config.json` of a model folder. Raises TokenizerError."""
         folder = Path(folder)
-        ranks = read_ranks(folder / "tiktoken.model")
-        return cls(ranks, read_special(folder / "tokenizer_config.json", len(ranks)), name=folder.name or "kimi")
+        ranks = read_ranks(folder / "tiktoken.model", follow_links)
+        special = read_special(folder / "tokenizer_config.json", len(ranks), follow_links)
+        return cls(ranks, special, name=folder.name or "kimi")
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """Ids of `text`. allow_special: special-token text becomes special tokens; only for text that is ours."""
@@ -124,7 +125,7 @@ def _cut_runs(text: str) -> Iterable[str]:
     yield text[start:]
 
 
-def read_ranks(path: str | Path) -> dict[bytes, int]:
+def read_ranks(path: str | Path, follow_links: bool = False) -> dict[bytes, int]:
     """token bytes -> rank from a `tiktoken.model`: lines "base64 rank", every rank from 0 on once.
 
     Written out here because tiktoken's own reader caches files by their path. Raises TokenizerError.
@@ -132,7 +133,7 @@ def read_ranks(path: str | Path) -> dict[bytes, int]:
     path = Path(path)
     ranks: dict[bytes, int] = {}
     seen: set[int] = set()
-    for number, line in enumerate(_read(path, MAX_MODEL_BYTES).split(b"\n"), 1):
+    for number, line in enumerate(_read(path, MAX_MODEL_BYTES, follow_links).split(b"\n"), 1):
         if not line.strip():
             continue
         at = f"{path}:{number}"
@@ -166,11 +167,11 @@ def read_ranks(path: str | Path) -> dict[bytes, int]:
     return ranks
 
 
-def read_special(path: str | Path, n_ranks: int) -> dict[str, int]:
+def read_special(path: str | Path, n_ranks: int, follow_links: bool = False) -> dict[str, int]:
     """name -> id from `tokenizer_config.json`'s added_tokens_decoder. Raises TokenizerError."""
     path = Path(path)
     try:
-        document: Any = json.loads(_read(path, MAX_CONFIG_BYTES), object_pairs_hook=_unique)
+        document: Any = json.loads(_read(path, MAX_CONFIG_BYTES, follow_links), object_pairs_hook=_unique)
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise TokenizerError(f"{path}: is not valid JSON ({error}); the file is damaged") from None
     added = document.get("added_tokens_decoder") if isinstance(document, dict) else None
@@ -214,9 +215,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _read(path: Path, limit: int) -> bytes:
+def _read(path: Path, limit: int, follow_links: bool) -> bytes:
     try:
-        return read_bounded(path, limit)
+        return read_bounded(path, limit, follow_links)
     except TooLarge:
         raise TokenizerError(f"{path}: is larger than {limit} bytes; this is no tokenizer file") from None
     except OSError as error:

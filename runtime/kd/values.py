@@ -71,6 +71,7 @@ class ModelInfo:
     draft_layers: int
     draft_depth: int
     stop_ids: tuple[int, ...]
+    skipped_tensors: int  # of the folder that text does not need: vision tower, prediction layers
     parameters: int
     draft_parameters: int
     weight_bytes: int
