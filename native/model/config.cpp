@@ -13,13 +13,17 @@ using json::Value;
 
 namespace {
 
+// For checkpoints in another precision, FP8 of the first Kimi K2 among them: how to make one that is read.
+constexpr char kHow[] =
+    "; this engine reads compressed-tensors INT4 experts (pack-quantized, symmetric, groups of 32) only: quantise the "
+    "routed experts with llm-compressor (scheme W4A16, group size 32, every other layer in `ignore`), or take Kimi K2 "
+    "Thinking, K2.5 or K2.6, which are published so";
+
 // Refuses everything but compressed-tensors' pack-quantized symmetric INT4 with groups of 32 along K.
 void check_quantization(const Value& object, const std::string& where, const std::string& name) {
     Reader q(object, where, name);
     if (const std::string method = q.string("quant_method"); method != "compressed-tensors")
-        q.wrong("quant_method", "is \"" + printable(method, 64) +
-                                    "\"; this engine reads compressed-tensors INT4 experts "
-                                    "(pack-quantized, groups of 32) only");
+        q.wrong("quant_method", "is \"" + printable(method, 64) + "\"" + kHow);
     q.must_be("format", "pack-quantized");
     q.must_be("quantization_status", "compressed");
     for (const char* key : {"kv_cache_scheme", "sparsity_config", "transform_config"}) {
@@ -153,8 +157,7 @@ Config parse_config(std::string_view text, const std::string& where) {
         check_architecture(inner, {"DeepseekV3ForCausalLM"}, {"kimi_k2", "deepseek_v3"});
         const Value* nested = inner.find("quantization_config");
         if (nested) check_quantization(*nested, where, "text_config.quantization_config.");
-        if (!nested && !quantization)
-            top.wrong("text_config.quantization_config", "is missing: this engine needs INT4 experts");
+        if (!nested && !quantization) top.wrong("text_config.quantization_config", std::string("is missing") + kHow);
         c = read_text_config(inner);
         inner.judge_rest();
         top.must_be("tie_word_embeddings", false);
@@ -164,7 +167,7 @@ Config parse_config(std::string_view text, const std::string& where) {
         c.stop_ids.insert(c.stop_ids.end(), more.begin(), more.end());
     } else {
         check_architecture(top, {"DeepseekV3ForCausalLM"}, {"kimi_k2", "deepseek_v3"});
-        if (!quantization) top.wrong("quantization_config", "is missing: this engine needs INT4 experts");
+        if (!quantization) top.wrong("quantization_config", std::string("is missing") + kHow);
         c = read_text_config(top);
     }
     if (quantization) check_quantization(*quantization, where, "quantization_config.");
