@@ -39,6 +39,9 @@ COMMANDS = {
     "version": ("look", "Versions of client, daemon, protocol and ABI."),
     "load": ("model", "Load a model folder."),
     "unload": ("model", "Unload the model and say how much memory came back."),
+    "inspect": ("checkpoint", "What a model folder holds and what it takes to serve it."),
+    "verify-checkpoint": ("checkpoint", "Is a model folder whole? Names every fault."),
+    "convert": ("checkpoint", "Write a packed folder that loads by reading alone."),
     "builders": ("builders", "Tree builders: list, use, check."),
     "generate": ("generate", "Complete a prompt and stream the text."),
     "chat": ("generate", "Talk to the model."),
@@ -62,7 +65,7 @@ class Group(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        return getattr(importlib.import_module(f"kdctl.{COMMANDS[name][0]}"), name)
+        return getattr(importlib.import_module(f"kdctl.{COMMANDS[name][0]}"), name.replace("-", "_"))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

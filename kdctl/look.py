@@ -22,7 +22,12 @@ def progress_text(load: dict[str, Any] | None) -> str | None:
         return None
     if not load["bytes_total"]:
         return load["phase"]  # how much there is to read is not known yet
-    return f"{load['phase']} {load['percent']:.0f} % of {bytes_text(load['bytes_total'])}"
+    text = f"{load['phase']} {load['percent']:.0f} % of {bytes_text(load['bytes_total'])}"
+    if load["phase"] == "read" and load.get("rate_bytes_s"):
+        text += f", {bytes_text(load['rate_bytes_s'])}/s"
+        if load.get("eta_ms") is not None:
+            text += f", {load['eta_ms'] / 1000:.0f} s left"
+    return text
 
 
 def builder_text(stats: dict[str, Any], choice: dict[str, Any] | None) -> str | None:

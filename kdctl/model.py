@@ -37,16 +37,22 @@ class ProgressLine:
 @command()
 @click.argument("path")
 @click.option("--draft", default="auto", show_default=True, help="Drafter: auto (PATH/draft), none, or a folder.")
+@click.option(
+    "--replace", is_flag=True, help="In place of a loaded model, which serves until then and ends its requests."
+)
+@click.option("--follow-links", is_flag=True, help="Symbolic links in the folder may lead out of it.")
 @click.option("--stall-timeout", type=DURATION, default="2m", show_default=True, help="Without any progress.")
 @click.pass_obj
-def load(settings: Settings, path: str, draft: str, stall_timeout: float) -> None:
+def load(settings: Settings, path: str, draft: str, replace: bool, follow_links: bool, stall_timeout: float) -> None:
     """Load the model folder PATH and wait until it is ready. The daemon reads it: what counts is what it can see."""
     path = os.path.abspath(path)  # its current folder is another one
     if draft not in ("auto", "none"):
         draft = os.path.abspath(draft)
     progress = ProgressLine(settings)
     try:
-        answer = settings.client().load(path, draft=draft, progress=progress, timeout_s=stall_timeout)
+        answer = settings.client().load(
+            path, draft=draft, replace=replace, follow_links=follow_links, progress=progress, timeout_s=stall_timeout
+        )
     finally:
         progress.end()
     model = answer["model"]
@@ -58,6 +64,8 @@ def load(settings: Settings, path: str, draft: str, stall_timeout: float) -> Non
             f"{bytes_text(model['weight_bytes'])} resident, {answer['state']}"
         ),
     )
+    if model.get("skipped_tensors"):
+        settings.note(f"kdctl: {model['skipped_tensors']} tensors of the vision tower were skipped: text only")
 
 
 @command()

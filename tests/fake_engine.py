@@ -153,9 +153,9 @@ class FakeEngine:
             raise KdError(-90, "KD_E_FATAL", self.fatal_why)
 
     # -- model
-    def load(self, path, *, draft="auto", wait=True, progress=None):
+    def load(self, path, *, draft="auto", wait=True, progress=None, replace=False, follow_links=False):
         self._check()
-        if self.model:
+        if self.model and not replace:
             raise KdError(-27, "KD_E_EXISTS", "a model is loaded: unload it first")
         while os.path.exists(self.hang_file):
             time.sleep(0.01)

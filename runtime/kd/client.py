@@ -392,9 +392,20 @@ class Client:
 
     # ---- the operator's
 
-    def load(self, path: str, *, draft: str = "auto", progress: Any = None, timeout_s: float = 120.0) -> dict[str, Any]:
-        """Load a model folder of the daemon's machine. timeout_s: without any progress message."""
+    def load(
+        self,
+        path: str,
+        *,
+        draft: str = "auto",
+        replace: bool = False,
+        follow_links: bool = False,
+        progress: Any = None,
+        timeout_s: float = 120.0,
+    ) -> dict[str, Any]:
+        """Load a model folder of the daemon's machine. replace: in place of a loaded one, which serves until then and finishes
+        its requests. timeout_s: without any progress message."""
         body = {"path": os.path.abspath(path), "draft": draft}
+        body |= {key: True for key, on in (("replace", replace), ("follow_links", follow_links)) if on}
         return self._call("LOAD", body, "control", ["DONE"], timeout_s, progress)
 
     def load_cancel(self) -> None:

@@ -46,6 +46,7 @@ def setting(
 class ModelConfig:
     path: str = setting("", "model folder to load at start; empty: start without a model", kind="path")
     draft: str = setting("auto", 'drafter: "auto" (<path>/draft if there), "none", or a folder', kind="path")
+    follow_links: bool = setting(False, "symbolic links in the model folder may lead out of it")
 
 
 @dataclass(frozen=True)

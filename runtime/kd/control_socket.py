@@ -204,21 +204,20 @@ class ControlLoop:
             raise ProtocolError("DRAINING", "the daemon is draining")
         if self.d.engine is None or not self.d.state.started:
             raise ProtocolError("NOT_READY", "the daemon is still starting", retry_ms=500)
-        self.d.loader.claim()
+        self.d.loader.claim(body["replace"])
         self._loads.append((peer, ident))
-        threading.Thread(
-            target=self._run_load, args=(os.path.abspath(body["path"]), body["draft"]), name="kd-load", daemon=True
-        ).start()
+        how = (os.path.abspath(body["path"]), body["draft"], body["replace"], body["follow_links"])
+        threading.Thread(target=self._run_load, args=how, name="kd-load", daemon=True).start()
 
-    def _run_load(self, path: str, draft: str) -> None:
+    def _run_load(self, path: str, draft: str, replace: bool, follow_links: bool) -> None:
         error = None
         try:
-            self.d.loader.run(path, draft)
+            self.d.loader.run(path, draft, replace, follow_links)
             self.d.state.enter("ready")
         except Exception as caught:
             error = verbs.wire_error(caught)
             self.log.error("load failed", model=path, error=error.name, reason=error.message)
-            self.d.state.enter("empty")
+            self.d.state.enter("empty" if self.d.model_path is None else "ready")
             if error.name == "FATAL":
                 self.d.fail(error.message, 70)
         self.call(self._end_loads, error)

@@ -77,6 +77,7 @@ class Engine:
         self._flags: dict[int, int] = {}  # of running requests
         self._queues: dict[int, deque[Event]] = {_NOBODY: deque()}  # events not yet handed out, by EventStream
         self._events = ffi.NULL
+        self._text_us = 0  # what reading tokenizer and template took
         self._tokenizer: Tokenizer | None = None
         self._chat: ChatTemplate | None = None
         options = structs.options(
@@ -159,10 +160,13 @@ class Engine:
         if replace and not wait:
             raise invalid("replace needs wait: the tokenizer changes with the model")
         folder = structs.path(path)
+        began = time.monotonic()
         tokenizer, chat = read_text_side(Path(path), follow_links)
         options, keep = structs.load_options(draft, tokenizer, replace, follow_links)
+        text_us = int((time.monotonic() - began) * 1e6)
         with self._call() as handle:
             self._check(self._lib.kd_load(handle, folder, options))
+            self._text_us = text_us
             if not replace:
                 self._tokenizer, self._chat = tokenizer, chat
         del keep
@@ -175,6 +179,7 @@ class Engine:
         model folder of it. progress, exceptions and Ctrl-C as for `load()`."""
         with self._call() as handle:
             self._check(self._lib.kd_save(handle, structs.path(folder)))
+            self._text_us = 0
         self._wait_for_load(progress)
 
     def _wait_for_load(self, progress: Callable[[dict], None] | None) -> None:
@@ -214,7 +219,10 @@ class Engine:
     def load_progress(self) -> dict[str, Any]:
         """{"phase": "open"|"read"|"prepare"|"swap"|"done" ("write" of a save), "bytes_done", "bytes_total", "elapsed_us",
         "phases": {phase: us}} of the load under way or the last one."""
-        return structs.progress(self._filled("kd_progress", self._lib.kd_load_progress))
+        progress = structs.progress(self._filled("kd_progress", self._lib.kd_load_progress))
+        progress["elapsed_us"] += self._text_us
+        progress["phases"] = ({"text": self._text_us} if self._text_us else {}) | progress["phases"]
+        return progress
 
     def load_cancel(self) -> None:
         """Stop a load under way; `load()` then raises KD_E_CANCELLED."""

@@ -51,6 +51,7 @@ class Loader:
         self._left_behind = ""  # the folder of a stalled load that could not be cancelled and has not ended
         self._cancelled = False
         self.warming = False
+        self._warm = (0.0, 0.0)  # when the warm-up began and ended; 0: not yet
         self.choice: choose.Choice | None = None  # of the builder, where none is configured
 
     @property
@@ -58,7 +59,9 @@ class Loader:
         return self._busy
 
     def progress(self) -> dict[str, Any] | None:
-        """phase, bytes_done, bytes_total, elapsed_us, percent; None if nothing was ever loaded."""
+        """phase, bytes_done, bytes_total, elapsed_us, percent, rate_bytes_s, eta_ms, phases; None if nothing was ever loaded.
+
+        phases: microseconds of each so far; their sum is elapsed_us."""
         engine = self.d.engine
         if engine is None or not self._asked:
             return None
@@ -69,15 +72,28 @@ class Loader:
         phase = raw["phase"]
         done, total = int(raw.get("bytes_done", 0)), int(raw.get("bytes_total", 0))
         percent = 100.0 * done / total if total else (100.0 if phase == "done" else 0.0)
+        phases = dict(raw.get("phases", {}))
+        reading = phases.get("read", 0)
+        rate = int(done * 1e6 / reading) if reading else 0
+        warm_us = self._warm_us()
+        if warm_us:
+            phases["warm"] = warm_us
         return {
             "phase": "warm" if self.warming else phase,
             "bytes_done": done,
             "bytes_total": total,
-            "elapsed_us": int(raw.get("elapsed_us", 0)),
+            "elapsed_us": int(raw.get("elapsed_us", 0)) + warm_us,
             "percent": min(100.0, round(percent, 1)),
+            "rate_bytes_s": rate,
+            "eta_ms": int((total - done) * 1000 / rate) if rate and phase == "read" else None,
+            "phases": phases,
         }
 
-    def claim(self) -> None:
+    def _warm_us(self) -> int:
+        began, ended = self._warm
+        return int(((ended or time.monotonic()) - began) * 1e6) if began else 0
+
+    def claim(self, replace: bool = False) -> None:
         """Reserve the only place. Raises ProtocolError."""
         with self._lock:
             if self._busy:
@@ -88,10 +104,11 @@ class Loader:
                     f"the stalled load of {self._left_behind} could not be cancelled and still hangs: mend its disk, or "
                     "restart the daemon",
                 )
-            if self.d.model_path is not None:
-                raise ProtocolError("CONFLICT", f"{self.d.model_path} is loaded: unload it first")
+            if self.d.model_path is not None and not replace:
+                raise ProtocolError("CONFLICT", f"{self.d.model_path} is loaded: unload it first, or replace it")
             self._busy = self._asked = True
             self._cancelled = False
+            self._warm = (0.0, 0.0)
 
     def cancel(self) -> None:
         """The load under way ends with CANCELLED at its next step, wherever it is. Raises ProtocolError if there is none."""
@@ -107,18 +124,22 @@ class Loader:
         if self._cancelled:
             raise ProtocolError("CANCELLED", "the load was cancelled")
 
-    def run(self, path: str, draft: str) -> None:
-        """Load and warm up; raises what went wrong, with nothing left loaded. `claim()` came before."""
+    def run(self, path: str, draft: str, replace: bool = False, follow_links: bool = False) -> None:
+        """Load and warm up; raises what went wrong, with nothing left loaded, or with the model that was to be replaced if it
+        has not left yet. `claim()` came before."""
         d = self.d
         began = time.monotonic()
+        replace = replace and d.model_path is not None
         try:
-            d.state.enter("loading")
-            d.log.info("loading", model=path)
+            if not replace:
+                d.state.enter("loading")
+            d.log.info("loading", model=path, replaces=d.model_path)
             self._go_on()
-            self._load(path, draft)
+            self._load(path, {"draft": draft, "replace": replace, "follow_links": follow_links})
             loaded = time.monotonic()
+            d.model_path = self.choice = None
             d.state.enter("warming")
-            self.warming = True
+            self.warming, self._warm = True, (loaded, 0.0)
             try:
                 d.apply_builder()
                 self.warm_up(Path(path), draft)
@@ -134,7 +155,11 @@ class Loader:
                 load_ms=int((loaded - began) * 1000),
                 warm_ms=int((time.monotonic() - loaded) * 1000),
             )
+            skipped = getattr(d.engine.info, "skipped_tensors", 0)
+            if skipped:
+                d.log.info("tensors that text does not need were skipped: no images are understood", tensors=skipped)
         finally:
+            self._warm = (self._warm[0], time.monotonic() if self.warming else 0.0)
             self.warming = False
             self._busy = False
 
@@ -144,7 +169,7 @@ class Loader:
         except Exception as error:
             self.d.log.warning("unload after a failed warm-up failed", error=str(error))
 
-    def _load(self, path: str, draft: str) -> None:
+    def _load(self, path: str, options: dict[str, Any]) -> None:
         """engine.load(), ended when it no longer reads anything: a stall, not a total time, is the limit. Raises what that
         raises, or TIMEOUT. The work is on a thread of its own, which is left behind if it cannot even be cancelled."""
         ended = threading.Event()
@@ -153,7 +178,7 @@ class Loader:
         def work() -> None:
             error = None
             try:
-                self.d.engine.load(path, draft=draft)
+                self.d.engine.load(path, **options)
             except Exception as caught:
                 error = caught
             with self._lock:
@@ -187,6 +212,8 @@ class Loader:
             if mark != last:
                 last, since = mark, time.monotonic()
                 self.d.load_progress(now)
+            elif now and now["phase"] == "swap":  # requests of the model before are waited for, as long as they take
+                since = time.monotonic()
             elif time.monotonic() - since > limit_ms / 1000:
                 phase = now["phase"] if now else "open"
                 self.d.log.error("load stalled", phase=phase, limit_ms=limit_ms)

@@ -375,7 +375,8 @@ class Daemon:
             path = self.config.model.path
             if path and not self.stopping:
                 self.loader.claim()
-                self.loader.run(os.path.abspath(path), self.config.model.draft)
+                model = self.config.model
+                self.loader.run(os.path.abspath(path), model.draft, follow_links=model.follow_links)
             if self.stopping:
                 return
             self.state.enter("ready" if path else "empty")

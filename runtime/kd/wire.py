@@ -222,7 +222,12 @@ REQUESTS: dict[str, dict[str, dict[str, Field]]] = {
         **_BOTH,
         "CANCEL": {"request": _id_field(False), "all": Field("bool", default=False)},
         "PS": {},
-        "LOAD": {"path": Field("str", True, low=1, high=4096), "draft": Field("str", default="auto", low=1, high=4096)},
+        "LOAD": {
+            "path": Field("str", True, low=1, high=4096),
+            "draft": Field("str", default="auto", low=1, high=4096),
+            "replace": Field("bool", default=False),
+            "follow_links": Field("bool", default=False),
+        },
         "LOAD_CANCEL": {},
         "UNLOAD": {},
         "USE_BUILDER": {
@@ -332,6 +337,9 @@ REPLIES: dict[str, dict[str, Field]] = {
         "bytes_total": Field("int", True),
         "elapsed_us": Field("int", True),
         "percent": Field("float", True, high=100),
+        "rate_bytes_s": Field("int", default=0),
+        "eta_ms": Field("int", default=None),
+        "phases": Field("map", default=None),
     },
     "DONE": {"freed_bytes": Field("int"), "generation": Field("int"), "model": Field("map"), "state": Field("str")},
     "ERROR": _ERROR,

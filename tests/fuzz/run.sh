@@ -11,19 +11,28 @@ mkdir -p "$out"
 flags=(-std=c++20 -O1 -g1 -pthread -Wall -Wextra -Werror -Iinclude -Inative -Itests/fuzz -fno-omit-frame-pointer
        -fsanitize=address,undefined -fno-sanitize-recover=all)
 parts=(native/model/{json,safetensors,config,config_reader,files,plan}.cpp)
-if command -v clang++ >/dev/null; then cxx=clang++; else cxx=${CXX:-g++}; parts+=(tests/fuzz/driver.cpp); fi
+fuzzer= # libFuzzer's compiler, if there is one that links with it
+for clang in clang++ clang++-{19..14}; do
+    if command -v "$clang" >/dev/null && echo 'extern "C" int LLVMFuzzerTestOneInput(const char*, unsigned long) { return 0; }' |
+        "$clang" -x c++ -fsanitize=fuzzer,address,undefined -o "$out/probe" - 2>/dev/null; then fuzzer=$clang; break; fi
+done
+if [ -n "$fuzzer" ] && [ -z "${KD_FUZZ_DRIVER:-}" ]; then
+    cxx=$fuzzer; out=$out/clang; mkdir -p "$out"
+else
+    cxx=${CXX:-g++}; fuzzer=; parts+=(tests/fuzz/driver.cpp)
+fi
 
 for source in "${parts[@]}" tests/fuzz/fuzz_{json,safetensors,config}.cpp; do
     object=$out/$(basename "$source").o
     if [ ! -e "$object.d" ] || [ tests/fuzz/run.sh -nt "$object" ] ||
         [ -n "$(find $(sed 's/^[^:]*://; s/\\$//' "$object.d") -newer "$object" -print -quit 2>&1)" ]; then
-        extra=(); [ "$cxx" = clang++ ] && extra=(-fsanitize=fuzzer-no-link)
+        extra=(); [ -n "$fuzzer" ] && extra=(-fsanitize=fuzzer-no-link)
         "$cxx" "${flags[@]}" "${extra[@]}" -c "$source" -o "$object" -MMD -MF "$object.d"
     fi
 done
 objects=(); for source in "${parts[@]}"; do objects+=("$out/$(basename "$source").o"); done
 for target in json safetensors config; do
-    extra=(); [ "$cxx" = clang++ ] && extra=(-fsanitize=fuzzer)
+    extra=(); [ -n "$fuzzer" ] && extra=(-fsanitize=fuzzer)
     "$cxx" "${flags[@]}" "${extra[@]}" -o "$out/fuzz_$target" "$out/fuzz_$target.cpp.o" "${objects[@]}"
 done
 
@@ -53,7 +62,7 @@ printf '\2{"metadata":{"total_size":8},"weight_map":{"a":"m-1.safetensors","b":"
 
 each=$(awk "BEGIN { printf \"%.2f\", $seconds / 3 }")
 for target in json safetensors config; do
-    if [ "$cxx" = clang++ ]; then
+    if [ -n "$fuzzer" ]; then
         "$out/fuzz_$target" -seed="$seed" -max_total_time="${each%.*}" -max_len=65536 "$seeds/$target"
     else
         printf '%-12s ' "$target"

@@ -1,0 +1,299 @@
+"""kdctl inspect, verify-checkpoint and convert: model folders without a daemon."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_model import SMALL3, write_model
+
+from kd import Engine, checkpoint
+from kd.convert import convert
+from kdctl import checkpoint as commands
+from kdctl.__main__ import run
+
+SHARDS = {**SMALL3, "shards": 3, "prefix": "language_model."}
+TWO = "model-00002-of-00003.safetensors"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("whole") / "model", **SHARDS)
+
+
+@pytest.fixture
+def folder(whole, tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return Path(shutil.copytree(whole, tmp_path / "model"))
+
+
+def kdctl(capsys, *words) -> tuple[int, dict]:
+    code = run([*map(str, words), "-o", "json"])
+    out, err = capsys.readouterr()
+    return code, json.loads(out or err)
+
+
+# ---- inspect -----------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_says_what_a_load_finds(capsys, library, folder):
+    code, about = kdctl(capsys, "inspect", folder, "--device", "cpu", "--context", 512, "--streams", 3)
+    assert code == 0
+    with Engine(folder, threads=1, library=library) as engine:
+        info = engine.info
+    assert about["parameters"] == info.parameters and about["draft"]["parameters"] == info.draft_parameters
+    assert tuple(about["stop_ids"]) == info.stop_ids and about["skipped_tensors"] == info.skipped_tensors == 1
+    one = about["memory"][0]
+    assert (one["tp"], one["weight_bytes"], one["expert_bytes"]) == (1, info.weight_bytes, info.expert_bytes)
+    assert one["kv_bytes_token"] == info.kv_bytes_token and one["kv_bytes"] == info.kv_bytes_token * 512 * 3
+    assert one["fits"] == "yes" and one["bytes"] == one["weight_bytes"] + one["kv_bytes"] + one["buffer_bytes"]
+    assert [row["tp"] for row in about["memory"]] == [1, 2, 4, 8]
+    weights = sum(p.stat().st_size for p in folder.glob("*.safetensors"))
+    assert about["file_bytes"] == weights and sum(about["bytes"].values()) + about["skipped_bytes"] < weights
+    assert about["bytes"]["experts"] > 0 and about["bytes"]["router"] > 0
+    assert run(["inspect", str(folder)]) == 0
+    assert "matches" in capsys.readouterr().out
+
+
+def test_inspect_ranks_that_cannot_be_and_gpus_that_are_not_there(capsys, tmp_path, monkeypatch):
+    folder = write_model(tmp_path / "model", **{**SMALL3, "heads": 6, "draft": None})
+    _, about = kdctl(capsys, "inspect", folder)
+    assert "6 attention heads" in about["memory"][2]["refused"] and about["memory"][2]["fits"].startswith(
+        "no: tensor parallelism of 4"
+    )
+    monkeypatch.setattr(commands, "gpus", lambda: [("H200", 141 << 30)] * 2)
+    _, about = kdctl(capsys, "inspect", folder)
+    assert about["device"] == "cuda" and [row["fits"] for row in about["memory"]][:2] == ["yes", "yes"]
+    monkeypatch.setattr(commands, "gpus", lambda: [("tiny", 1 << 20)])
+    _, about = kdctl(capsys, "inspect", folder)
+    assert [row["fits"] for row in about["memory"]][:2] == ["no", "no: 1 GPU"]
+    monkeypatch.setattr(commands, "gpus", list)
+    _, about = kdctl(capsys, "inspect", folder, "--device", "cuda")
+    assert about["memory"][0]["fits"] == "no GPU here"
+
+
+def test_inspect_says_why_a_drafter_does_not_match(capsys, folder):
+    config = json.loads((folder / "draft/config.json").read_text())
+    (folder / "draft/config.json").write_text(json.dumps(config | {"hidden_size": 96}))
+    code, about = kdctl(capsys, "inspect", folder)
+    assert code == 0 and about["draft"] is None
+    assert "belongs to another model" in about["draft_refused"]
+
+
+def test_inspect_refuses_as_a_load_does(capsys, folder, tmp_path):
+    (folder / TWO).unlink()
+    code, error = kdctl(capsys, "inspect", folder)
+    assert (code, error["name"]) == (1, "KD_E_MODEL") and TWO in error["message"]
+    code, error = kdctl(capsys, "inspect", tmp_path / "none")
+    assert (code, error["name"]) == (1, "KD_E_IO")
+
+
+# ---- verify ------------------------------------------------------------------------------------------------------------
+
+
+def header_of(path: Path) -> tuple[dict, int]:
+    data = path.read_bytes()
+    n = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + n]), 8 + n
+
+
+def faults(capsys, folder: Path, *words) -> list[dict]:
+    code, found = kdctl(capsys, "verify-checkpoint", folder, *words)
+    assert code == bool(found["faults"])
+    return found["faults"]
+
+
+def test_a_whole_folder(capsys, folder):
+    code, found = kdctl(capsys, "verify-checkpoint", folder)
+    assert (code, found["files"], found["hashed"], found["cached"], found["faults"]) == (0, 4, 4, 0, [])
+    code, found = kdctl(capsys, "verify-checkpoint", folder)  # remembered
+    assert (code, found["hashed"], found["cached"]) == (0, 0, 4)
+    os.utime(folder / TWO)
+    assert kdctl(capsys, "verify-checkpoint", folder)[1]["hashed"] == 1
+    assert run(["verify-checkpoint", str(folder)]) == 0
+    assert "whole: 4 files" in capsys.readouterr().out
+
+
+def test_every_fault_is_named_with_file_tensor_and_offset(capsys, folder):
+    """Four things wrong at once: all are found."""
+    (folder / "model-00001-of-00003.safetensors").unlink()
+    header, begin = header_of(folder / TWO)
+    name = next(n for n, t in header.items() if t["dtype"] == "BF16")
+    at = begin + header[name]["data_offsets"][0] + 6
+    data = bytearray((folder / TWO).read_bytes())
+    data[at : at + 2] = b"\xc0\x7f"
+    (folder / TWO).write_bytes(data)
+    three = folder / "model-00003-of-00003.safetensors"
+    os.truncate(three, three.stat().st_size - 1)
+    index = json.loads((folder / checkpoint.INDEX).read_text())
+    index["weight_map"]["evil"] = "../x.safetensors"
+    index["weight_map"]["ghost"] = TWO
+    (folder / checkpoint.INDEX).write_text(json.dumps(index))
+    found = {(f["file"], f["tensor"]): f for f in faults(capsys, folder)}
+    assert found["model-00001-of-00003.safetensors", ""]["what"] == "No such file or directory"
+    assert found[TWO, name] == {"file": TWO, "tensor": name, "offset": at, "what": "holds a NaN or infinity"}
+    assert "only names of files in the folder" in found[checkpoint.INDEX, "evil"]["what"]
+    assert "the index says it is" in found[TWO, "ghost"]["what"]
+    last = max(header_of(three)[0].items(), key=lambda item: item[1].get("data_offsets", [0, 0])[1])[0]
+    cut = found[three.name, last]
+    assert cut["offset"] == three.stat().st_size and "truncated" in cut["what"]
+
+
+@pytest.mark.parametrize("where", ["first", "last", "draft"])
+def test_a_flipped_bit_is_found_by_its_hash(capsys, folder, where):
+    assert kdctl(capsys, "verify-checkpoint", folder, "--write")[1]["written"].endswith("kd-hashes.json")
+    assert kdctl(capsys, "verify-checkpoint", folder)[1]["compared"] == 3
+    checkpoint.write_hashes(folder / "draft")
+    assert kdctl(capsys, "verify-checkpoint", folder)[1]["compared"] == 4
+    file = {"first": "model-00001-of-00003.safetensors", "last": TWO, "draft": "draft/model.safetensors"}[where]
+    data = bytearray((folder / file).read_bytes())
+    at = header_of(folder / file)[1] if where == "first" else len(data) - 1
+    data[at] ^= 1
+    (folder / file).write_bytes(data)
+    (one,) = faults(capsys, folder)
+    assert one["file"] == file and "kd-hashes.json" in one["what"] and one["tensor"]
+
+
+def test_a_fault_beyond_the_first_piece_has_its_place(capsys, folder, monkeypatch):
+    monkeypatch.setattr(checkpoint, "PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 1 << 12)
+    checkpoint.write_hashes(folder)
+    data = bytearray((folder / TWO).read_bytes())
+    data[150_000] ^= 1
+    (folder / TWO).write_bytes(data)
+    (one,) = faults(capsys, folder)
+    assert one["offset"] == 2 << 16 and "bytes 131072 to 196608" in one["what"]
+    begin, end = header_of(folder / TWO)[0][one["tensor"]]["data_offsets"]
+    head = header_of(folder / TWO)[1]
+    assert head + begin < 3 << 16 and head + end > 2 << 16
+
+
+def test_what_was_downloaded_is_compared_with_its_name(capsys, whole, tmp_path, monkeypatch):
+    import hashlib
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    snapshot, blobs = tmp_path / "snapshots" / "0a", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for path in (p for p in whole.iterdir() if p.is_file()):
+        blob = blobs / hashlib.sha256(path.read_bytes()).hexdigest()
+        shutil.copy(path, blob)
+        (snapshot / path.name).symlink_to(f"../../blobs/{blob.name}")
+    code, found = kdctl(capsys, "verify-checkpoint", snapshot)
+    assert (code, found["compared"]) == (0, 3)
+    real = (snapshot / TWO).resolve()
+    data = bytearray(real.read_bytes())
+    data[-1] ^= 1
+    real.write_bytes(data)
+    (one,) = faults(capsys, snapshot)
+    assert one["file"] == TWO and "it was downloaded as" in one["what"]
+
+
+def test_links_out_of_the_folder(capsys, folder, tmp_path):
+    shutil.move(folder / TWO, tmp_path / TWO)
+    (folder / TWO).symlink_to(tmp_path / TWO)
+    (one,) = (f for f in faults(capsys, folder, "--no-hashes") if f["file"] == TWO)
+    assert "symbolic link" in one["what"]
+    assert faults(capsys, folder, "--follow-links") == []
+
+
+HEADERS = {
+    "hole": lambda h: next(iter(h.values()))["data_offsets"].__setitem__(0, 1),
+    "negative": lambda h: next(iter(h.values()))["shape"].__setitem__(0, -1),
+    "unknown type": lambda h: next(iter(h.values())).update(dtype="Q4"),
+    "text as offset": lambda h: next(iter(h.values())).update(data_offsets=["0", "1"]),
+    "no shape": lambda h: next(iter(h.values())).pop("shape"),
+    "huge": lambda h: next(iter(h.values())).update(shape=[1 << 60, 1 << 60]),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_bad_headers(capsys, folder, case):
+    header, begin = header_of(folder / TWO)
+    data = (folder / TWO).read_bytes()[begin:]
+    HEADERS[case](header)
+    text = json.dumps(header).encode()
+    (folder / TWO).write_bytes(len(text).to_bytes(8, "little") + text + data)
+    assert any(f["file"] == TWO for f in faults(capsys, folder, "--no-hashes"))
+
+
+def test_a_damaged_list_of_hashes_is_a_fault(capsys, folder):
+    for text in ("{", "[]", '{"piece_bytes": 1, "files": {}}', '{"piece_bytes": 67108864, "files": {"x": {}}}'):
+        (folder / "kd-hashes.json").write_text(text)
+        (one,) = faults(capsys, folder)
+        assert one["file"] == "kd-hashes.json"
+    (folder / "kd-hashes.json").write_text(
+        json.dumps({"piece_bytes": 64 << 20, "files": {"gone.safetensors": {"bytes": 1, "pieces": ["0"]}}})
+    )
+    (one,) = faults(capsys, folder)
+    assert one["file"] == "gone.safetensors" and "is missing" in one["what"]
+
+
+# ---- convert -----------------------------------------------------------------------------------------------------------
+
+
+def test_convert_and_serve(capsys, library, folder, tmp_path):
+    out = tmp_path / "deep" / "packed"
+    code, said = kdctl(capsys, "convert", folder, out, "--tp", 2)
+    assert code == 0 and said["bytes"] > 100_000
+    assert sorted(p.name for p in out.iterdir()) == [
+        "config.json", "draft", "generation_config.json", "packed-rank-0.safetensors", "packed-rank-1.safetensors",
+    ]  # fmt: skip
+    prompt = [3, 50, 7]
+    found = []
+    for path in (folder, out):
+        with Engine(path, tp=2, threads=2, library=library) as engine:
+            one = engine.generate(prompt, max_tokens=30, ignore_eos=True, hash_logits=True)
+            found.append(
+                (one.tokens, one.hashes, engine.info.content_hash, engine.info.parameters, engine.info.stop_ids)
+            )
+            assert np.isfinite(engine.score(prompt)).all()
+    assert found[0] == found[1]
+    _, about = kdctl(capsys, "inspect", out)
+    assert (about["kind"], about["packed_tp"], about["packed_layout"]) == ("packed", 2, "1 cpu plain 1")
+    assert about["content_hash"] == f"{found[0][2]:016x}"
+    assert faults(capsys, out) == []
+    code, error = kdctl(capsys, "convert", folder, out)
+    assert (code, error["name"]) == (1, "KD_E_EXISTS")
+
+
+def test_nano_is_golden_when_packed(nano, library, tmp_path):
+    out = tmp_path / "nano"
+    convert(nano, out)
+    golden = json.loads((out / "golden.json").read_text())
+    with Engine(out, threads=1, library=library) as engine:
+        assert f"{engine.info.content_hash:016x}" == golden["content_hash"]
+        assert engine.generate(golden["prompt_tokens"], max_tokens=len(golden["tokens"])).tokens == golden["tokens"]
+        assert engine.tokenizer is not None and engine.chat is not None
+    with Engine(threads=1, library=library) as engine:
+        engine.load(out, draft="none")
+        assert f"{engine.info.content_hash:016x}" == golden["target_hash"]
+
+
+def test_what_fails_leaves_nothing(capsys, folder, tmp_path, monkeypatch):
+    parent = tmp_path / "out"
+    (folder / TWO).unlink()
+    code, error = kdctl(capsys, "convert", folder, parent / "packed")
+    assert code == 1 and TWO in error["message"]
+    assert list(parent.iterdir()) == []
+    (tmp_path / "file").touch()
+    code, error = kdctl(capsys, "convert", folder, tmp_path / "file" / "packed")
+    assert (code, error["name"]) == (1, "KD_E_IO")
+
+
+def test_an_exception_in_progress_ends_a_conversion(folder, tmp_path):
+    phases = []
+
+    def progress(now):
+        phases.append(now["phase"])
+        if now["phase"] in ("write", "done") and "write" in phases[:-1] + [now["phase"]]:
+            raise KeyboardInterrupt
+
+    try:
+        convert(folder, tmp_path / "out" / "packed", progress=progress)
+    except KeyboardInterrupt:
+        assert list((tmp_path / "out").iterdir()) == []
