@@ -290,9 +290,7 @@ static Value read_value(Cursor& in) {  // as deep as the cursor lets it: kMaxDep
         }
         case Kind::string: v.string = in.string(); break;
         case Kind::array: in.array([&] { v.array.push_back(read_value(in)); }); break;
-        case Kind::object:
-            in.object([&](const std::string& key) { v.object.emplace_back(key, read_value(in)); });
-            break;
+        case Kind::object: in.object([&](const std::string& key) { v.object.push_back({key, read_value(in)}); }); break;
     }
     return v;
 }

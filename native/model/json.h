@@ -87,6 +87,7 @@ class Cursor {
 };
 
 // A whole text as a tree, for small files such as config.json.
+struct Member;
 struct Value {
     Kind kind = Kind::null;
     bool boolean = false;
@@ -94,11 +95,16 @@ struct Value {
     double real = 0;  // of an integer, too
     std::string string;
     std::vector<Value> array;
-    std::vector<std::pair<std::string, Value>> object;  // in the text's order
+    std::vector<Member> object;  // in the text's order
 
     const Value* find(std::string_view key) const;  // null pointer: no such member, or no object
     bool is_null() const { return kind == Kind::null; }
     bool is_number() const { return kind == Kind::integer || kind == Kind::real; }
+};
+
+struct Member {
+    std::string name;
+    Value value;
 };
 
 Value parse(std::string_view text, const std::string& where);
