@@ -28,7 +28,9 @@ def one_input(data: bytes) -> str:
         if data[0] & 1:
             PLACE.write_bytes(data[1:])
             special = read_special(PLACE, SPECIAL_FROM)
-            assert len(set(special.values())) == len(special) and all(SPECIAL_FROM <= i < 1_000_000 for i in special.values())
+            assert len(set(special.values())) == len(special) and all(
+                SPECIAL_FROM <= i < 1_000_000 for i in special.values()
+            )
             return "accepted"
         # Every single byte is a token already, or nearly nothing would be accepted.
         head = b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256)) if data[0] & 2 else b""
