@@ -36,6 +36,8 @@ size_t first_wild(const uint8_t* p, size_t n, T exponent) {
     return n;
 }
 
+constexpr uint64_t kAhead = uint64_t{16} << 20;  // what the system is told of at once
+
 // One reader's turn: one tensor.
 class Filler {
   public:
@@ -52,7 +54,7 @@ class Filler {
         const safetensors::Tensor& t = *p.found->tensor;
         const File& file = *files_.files[p.found->file];
         const uint64_t row_bytes = p.cols * safetensors::type_bytes(t.type);
-        const uint64_t rows_a_chunk = std::max<uint64_t>(1, kChunkBytes / row_bytes);
+        const uint64_t rows_a_chunk = std::max<uint64_t>(1, read_bytes() / row_bytes);
         Hash hash;
         hash.add(t.name);
         hash.add(safetensors::type_name(t.type));
@@ -61,9 +63,10 @@ class Filler {
             pause(progress_);
             if (stop_()) return 0;
             const uint64_t n = std::min(rows_a_chunk, p.rows - row);
-            const size_t bytes = static_cast<size_t>(n * row_bytes);
+            const uint64_t bytes = n * row_bytes;
             const uint64_t at = t.begin + row * row_bytes;
-            if (row % (4 * rows_a_chunk) == 0) file.expect(at, std::min<uint64_t>(4 * kChunkBytes, t.end - at));
+            if (const uint64_t ahead = kAhead / row_bytes / rows_a_chunk * rows_a_chunk; ahead == 0 || row % ahead == 0)
+                file.expect(at, std::min<uint64_t>(std::max(kAhead, bytes), t.end - at));
             file.read(chunk_, bytes, at, "tensor '" + t.name + "'");
             hash.add(chunk_, bytes);
             check(p, row, n);

@@ -144,11 +144,12 @@ void Packed::read(const Piece& piece, Loaded& loaded, Progress& progress, uint8_
     const auto rank = static_cast<size_t>(piece.rank);
     const File& file = *files_[rank];
     device::bind(device::context(loaded.group(), piece.rank));
+    const size_t chunk = model::read_bytes();
     Hash hash;
-    for (uint64_t at = 0; at < piece.bytes; at += kChunkBytes) {
+    for (uint64_t at = 0; at < piece.bytes; at += chunk) {
         pause(progress);
         if (stop()) return;
-        const auto n = static_cast<size_t>(std::min<uint64_t>(kChunkBytes, piece.bytes - at));
+        const auto n = static_cast<size_t>(std::min<uint64_t>(chunk, piece.bytes - at));
         uint8_t* const to = loaded.arena(piece.rank) + piece.begin + at;
         void* const lands = device::landing(to, buffer);
         file.read(lands, n, data_begin_[rank] + piece.begin + at, "tensor '" + parts_[piece.part].name + "'");

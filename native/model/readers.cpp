@@ -17,6 +17,11 @@ namespace kd::model {
 Buffers::Buffers() : memory_(static_cast<uint8_t*>(device::alloc_host(kReaderBytes))) {}
 Buffers::~Buffers() { device::release_host(memory_); }
 
+size_t read_bytes() {
+    char here, there;
+    return device::landing(&here, &there) == &here ? size_t{512} << 10 : kChunkBytes;
+}
+
 int reader_count(uint64_t bytes) {
     cpu_set_t set;
     const int cores = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;

@@ -33,6 +33,10 @@ class Buffers {
     uint8_t* memory_;
 };
 
+// What a reader reads at once, at most kChunkBytes: where the host writes into the device's memory itself as much as stays in a core's
+// cache until it has been looked at, else what a copy to the device is worth starting for.
+size_t read_bytes();
+
 // For so many bytes on this machine: 1 .. kMaxReaders.
 int reader_count(uint64_t bytes);
 
