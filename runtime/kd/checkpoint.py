@@ -147,7 +147,7 @@ def _wild(kind: str, data: bytes) -> int:
     import numpy as np
 
     dtype, exponent = (np.uint16, 0x7F80) if kind == "BF16" else (np.uint32, 0x7F800000)
-    values = np.frombuffer(data, dtype, len(data) // np.dtype(dtype).itemsize)
+    values: Any = np.frombuffer(data, dtype, len(data) // np.dtype(dtype).itemsize)
     found = (values & exponent) == exponent
     return int(found.argmax()) * values.itemsize if found.any() else -1
 

@@ -404,7 +404,7 @@ class Client:
     ) -> dict[str, Any]:
         """Load a model folder of the daemon's machine. replace: in place of a loaded one, which serves until then and finishes
         its requests. timeout_s: without any progress message."""
-        body = {"path": os.path.abspath(path), "draft": draft}
+        body: dict[str, Any] = {"path": os.path.abspath(path), "draft": draft}
         body |= {key: True for key, on in (("replace", replace), ("follow_links", follow_links)) if on}
         return self._call("LOAD", body, "control", ["DONE"], timeout_s, progress)
 

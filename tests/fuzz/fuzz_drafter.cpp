@@ -11,7 +11,8 @@ static const km::Config& target() {
     static const km::Config config = [] {
         km::Config c;
         kd::Shape& s = c.shape;
-        s.hidden = 7168, s.layers = 61, s.dense_layers = 1, s.heads = s.heads_rank = 64, s.vocab = s.vocab_rank = 163840;
+        s.hidden = 7168, s.layers = 61, s.dense_layers = 1, s.heads = s.heads_rank = 64,
+        s.vocab = s.vocab_rank = 163840;
         s.max_positions = 262144;
         return c;
     }();
