@@ -7,12 +7,15 @@ PYTEST_ARGS ?=
 SHELL := /bin/bash
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq install
-PYTEST := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 PYTHONFAULTHANDLER=1 $(BIN)/python -m pytest
+PYTEST_ENVIRONMENT := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 PYTHONFAULTHANDLER=1
+PYTEST := $(PYTEST_ENVIRONMENT) $(BIN)/python -m pytest
 
 # What of the suite has a device in it.
 CUDA_TESTS := tests/test_ops.py tests/test_sampling.py tests/test_vocabulary.py tests/test_tree_build.py tests/test_exact.py tests/test_nano_exact.py tests/test_odd_models.py \
     tests/test_soak.py tests/test_faults.py tests/test_engine_api.py tests/test_engine_requests.py tests/test_engine_parts.py \
-    tests/test_abi.py tests/test_experts.py tests/test_self_check.py tests/test_cuda_build.py
+    tests/test_abi.py tests/test_experts.py tests/test_self_check.py tests/test_cuda_build.py tests/test_real_sizes.py \
+    tests/test_real_layer.py tests/test_runs.py
+CUDA_TESTS_IMPORT := import cffi, click, hypothesis, jinja2, msgpack, numpy, psutil, pytest, pytest_timeout, tiktoken, xdist, zmq
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format bench long fuzz sanitize build cuda test-cuda clean tools
@@ -63,9 +66,11 @@ cuda: tools .venv/.cuda ## the CUDA twin, for the GPUs here or else for sm_90a a
 	@JOBS=$(JOBS) build/make.sh cuda cuda-test
 	@build/cuda_status.sh
 
-test-cuda: .venv/.kd .venv/.test .venv/.cuda ## the test suite on the GPU, with the CUDA twin
-	@JOBS=$(JOBS) build/make.sh cuda cuda-test
-	$(PYTEST) --device cuda -n $$(( $(JOBS) < 4 ? $(JOBS) : 4 )) --dist loadfile $(CUDA_TESTS) $(PYTEST_ARGS)
+test-cuda: ## the test suite on the GPU, with the CUDA twin; a PYTHON that has all the tests import is taken as it is
+	@if command -v nvcc >/dev/null && $(PYTHON) -c '$(CUDA_TESTS_IMPORT)' 2>/dev/null; then python=$(PYTHON); \
+	else $(MAKE) --no-print-directory .venv/.test .venv/.cuda && python=$(BIN)/python; fi && \
+	JOBS=$(JOBS) build/make.sh cuda cuda-test && PYTHONPATH=runtime:. $(PYTEST_ENVIRONMENT) $$python -m pytest --device cuda \
+	    -n $$(( $(JOBS) < 8 ? $(JOBS) : 8 )) --dist loadfile $(CUDA_TESTS) $(PYTEST_ARGS)
 
 clean: ## remove .venv and everything built
 	rm -rf .venv build/out .pytest_cache .ruff_cache .mypy_cache .hypothesis

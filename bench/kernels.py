@@ -31,7 +31,7 @@ COLD = 512 << 20  # bytes of the copies that cold rows take turns with
 CEILING = 2 << 30  # bytes that are read to find the ceiling
 VOCAB, HIDDEN, EXPERTS, SLOTS = 163840, 7168, 384, 8
 RANK_VOCAB, RANK_INTER = VOCAB // 8, 2048 // 8
-KV_ROW = 512 + 64
+KV_ROW, LAYERS = 512 + 64, 61
 
 
 class Case(NamedTuple):
@@ -95,8 +95,9 @@ def linear_cases() -> Iterator[Case]:
 
 def expert_cases(bench: Bench) -> Iterator[Case]:
     for rows in 1, 8, 64, 640:
-        yield Case("route", f"{EXPERTS} x {HIDDEN}, {rows} rows", 4 * EXPERTS * HIDDEN, True, 60, "route",
-                   (rows, HIDDEN, EXPERTS, SLOTS))  # fmt: skip
+        for kind in "bf16", "fp32":
+            yield Case("route", f"{EXPERTS} x {HIDDEN} {kind}, {rows} rows", 4 * EXPERTS * HIDDEN, True, 60, "route",
+                       (rows, HIDDEN, EXPERTS, SLOTS, kind == "bf16"))  # fmt: skip
     rng = np.random.default_rng(0)
     for rows in 1, 8, 16, 32, 45, 64, 128, 640:
         calls = 12
@@ -115,6 +116,30 @@ def attention_cases() -> Iterator[Case]:
                        "attention", (1, rows, context, 8))  # fmt: skip
     yield Case("attention", "8 streams, 8 rows, context 8192", 8 * 8192 * KV_ROW * 2, True, 20, "attention",
                (8, 8, 8192, 8))  # fmt: skip
+    yield Case("attention", "16 streams, 1 row, context 32768", 16 * 32768 * KV_ROW * 2, True, 20, "attention",
+               (16, 1, 32768, 8))  # fmt: skip
+    heads, nope, weights = 8, 128, 2 * 8 * 128 * 512
+    for rows in 1, 8, 64, 640:
+        yield Case("mla_query", f"{rows} rows, {heads} heads", weights + 2 * rows * heads * (nope + 64 + KV_ROW), True, 60,
+                   "mla_query", (rows, heads))  # fmt: skip
+        yield Case("mla_append", f"{rows} rows", 4 * rows * KV_ROW, False, 200, "mla_append", (rows,))
+        yield Case("mla_value", f"{rows} rows, {heads} heads", weights + 2 * rows * heads * (512 + nope), True, 60, "mla_value",
+                   (rows, heads))  # fmt: skip
+
+
+def draft_cases() -> Iterator[Case]:
+    """A rank of eight of the drafter of Kimi K2.6: 8 query heads, one for keys and values, blocks of 8, window 2,048 or none."""
+    heads, dim, block = 8, 128, 8
+    for rows in 8, 64, 512:
+        yield Case("head_norm_rope", f"{rows} rows, {heads} heads of {dim}", 4 * rows * heads * dim, False, 200, "head_norm_rope",
+                   (rows, heads, dim))  # fmt: skip
+        yield Case(
+            "draft_append", f"{rows} rows of 2 x {dim}", 8 * rows * dim, False, 200, "draft_append", (rows, 1, dim)
+        )
+    for streams, context, window in (1, 8192, 0), (1, 8192, 2048), (1, 32768, 0), (16, 8192, 0), (64, 4096, 2048):
+        seen = streams * min(context, window or context)
+        yield Case("draft_attention", f"{streams} streams, context {context}, window {window or 'none'}", 4 * seen * dim, True,
+                   30, "draft_attention", (streams, block, context, window, heads, 1, dim))  # fmt: skip
 
 
 def vocabulary_cases(bench: Bench) -> Iterator[Case]:
@@ -158,8 +183,8 @@ def tree_cases(bench: Bench) -> Iterator[Case]:
         rows = 65 if streams < 64 else 10
         yield Case("tree_accept", f"{streams} streams, {rows} rows", 12 * streams * rows, False, 200, "tree_accept",
                    (streams, rows, 5))  # fmt: skip
-        yield Case("kv_commit", f"{streams} streams, 4 of 5 rows moved", streams * 4 * KV_ROW * 4, True, 100, "kv_commit",
-                   (streams, rows, 5, KV_ROW))  # fmt: skip
+        yield Case("kv_commit", f"{LAYERS} layers, {streams} streams, 4 of 5 rows moved", LAYERS * streams * 4 * KV_ROW * 4, True,
+                   20, "kv_commit", (LAYERS, streams, rows, 5, KV_ROW))  # fmt: skip
         yield Case("keep_taps", f"{streams} streams, 5 rows of 6 x {HIDDEN}", streams * 5 * 6 * HIDDEN * 4, False, 50,
                    "keep_taps", (streams, rows, 5, 6 * HIDDEN))  # fmt: skip
 
@@ -185,19 +210,22 @@ def python_tree(tokens: list[list[int]], logprobs: list[list[float]], budget: in
     return token, parent
 
 
-def host_trees(bench: Bench) -> dict[tuple[int, int, int], float]:
-    """Microseconds for all streams, one after the other, the copy of their tables from the device included."""
+def host_trees(bench: Bench) -> dict[tuple[int, int, int], tuple[float, float]]:
+    """Microseconds for all streams, one after the other: (building alone, with copies). A server's worker copies the tables of
+    all requests from the device at once, and tokens and parents of the trees back, which it does not wait for."""
     found = {}
     for depth, budget, streams in TREES:
         token, logprob = tables(streams, depth, budget)
-        copy = statistics.median(bench.us("download", token.nbytes + logprob.nbytes, calls=20))
+        copies = statistics.median(bench.us("download", token.nbytes + logprob.nbytes, calls=20))
+        copies += statistics.median(bench.us("upload", 8 * streams * budget, calls=20))
         took = []
         for _ in range(3 if streams * budget > 1000 else 7):
             began = time.perf_counter()
             for s in range(streams):
                 python_tree(token[s].tolist(), logprob[s].tolist(), budget)
             took.append((time.perf_counter() - began) * 1e6)
-        found[depth, budget, streams] = statistics.median(took) + copy
+        alone = statistics.median(took)
+        found[depth, budget, streams] = alone, alone + copies
     return found
 
 
@@ -232,7 +260,7 @@ def main() -> None:
     print(f"{'':13} {'':44} {'us':>9} {'MB':>8} {'GB/s':>6} {'of ceiling':>10} {'x floor':>8} {'spread':>7}")
     groups: list[Callable[[], Iterator[Case]]] = [
         lambda: tree_cases(bench), attention_cases, linear_cases, lambda: expert_cases(bench),
-        lambda: vocabulary_cases(bench), rows_cases,
+        draft_cases, lambda: vocabulary_cases(bench), rows_cases,
     ]  # fmt: skip
     for group in groups:
         for case in group():
@@ -251,14 +279,15 @@ def main() -> None:
                 flush=True,
             )
     if re.search(options.only, "tree_build"):
-        print("\ntree_build beside a heap in Python, request after request, the copy of the tables included")
-        for (depth, budget, streams), host in host_trees(bench).items():
+        print("\ntree_build beside a heap in Python, request after request; copies: tables to the host, trees back")
+        for (depth, budget, streams), (alone, host) in host_trees(bench).items():
             shape = f"block {depth + 1}, budget {budget}, {streams} streams"
             own = next((r for r in report["rows"] if (r["name"], r["shape"]) == ("tree_build", shape)), None)
             if own is None:
                 continue
-            own["python_us"] = host
-            print(f"{'':13} {shape:44} {own['us']:>9.2f} us, in Python {host:>9.0f} us, {host / own['us']:>7.0f}x")
+            own["python_alone_us"], own["python_us"] = alone, host
+            print(f"{'':13} {shape:44} {own['us']:>9.2f} us, in Python {alone:>7.0f} us, {alone / own['us']:>5.0f}x,"
+                  f" with copies {host:>7.0f} us, {host / own['us']:>5.0f}x")  # fmt: skip
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
 

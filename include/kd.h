@@ -269,6 +269,11 @@ typedef struct kd_stats {
     uint64_t verify_us;         /* forward, sample, accept, commit; all of a round whose trees are built on the device */
     uint64_t emit_us;
     uint64_t builder_failures;  /* rounds decoded without a tree since the builder failed                             */
+    uint64_t device_ns;         /* within rounds, by the device's clock                                               */
+    uint64_t gap_ns;            /* between rounds that followed one another on the device, by the same clock          */
+    uint64_t gaps;              /* how many times                                                                     */
+    uint64_t launch_gap_ns;     /* between a round and one the host launched right after it                           */
+    uint64_t launch_gaps;
 } kd_stats;
 
 /* Counters since kd_open. [any] */

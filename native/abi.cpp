@@ -125,7 +125,7 @@ std::unique_ptr<kd::Request> read_request(const kd_request* from, bool stop_stri
     request->user = c.user;
     request->flags = c.flags;
     request->credit = c.credit ? c.credit : 256;
-    request->stop_ids.assign(c.stop_ids, c.stop_ids + c.n_stop_ids);
+    request->sequence.stop_ids.assign(c.stop_ids, c.stop_ids + c.n_stop_ids);
     for (uint32_t i = 0; i < c.n_stop_strings; i++) {
         const kd_stop_string& stop = c.stop_strings[i];
         if (!stop.bytes || stop.length == 0 || stop.length > KD_MAX_STOP_BYTES)

@@ -21,21 +21,22 @@ class BestFirst {
         frontier_.reserve(static_cast<size_t>(max_nodes) + 2);
     }
 
-    // token, parent [min(budget, max_nodes)] from a table [depths][width]. Returns the number of nodes.
+    // token, parent [min(budget, max_nodes)] from the first `width` columns of a table [depths][stride]. Returns the number of
+    // nodes.
     int grow(int32_t* token, int32_t* parent, const int32_t* table_token, const float* table_logprob, int depths,
-             int width, int budget) {
+             int width, int stride, int budget) {
         budget = std::min(budget, max_nodes_);
         nodes_.assign(1, Node{});
         frontier_.clear();
         const auto logprob = [=](int depth, int rank) {
-            return static_cast<double>(
-                table_logprob[static_cast<size_t>(depth - 1) * static_cast<size_t>(width) + static_cast<size_t>(rank)]);
+            return static_cast<double>(table_logprob[static_cast<size_t>(depth - 1) * static_cast<size_t>(stride) +
+                                                     static_cast<size_t>(rank)]);
         };
         int n = 0;
         if (depths > 0 && width > 0 && budget > 0) push(logprob(1, 0), 0, 0, 1);
         while (n < budget && !frontier_.empty()) {
             const Node node = pop();
-            token[n] = table_token[static_cast<size_t>(node.depth - 1) * static_cast<size_t>(width) +
+            token[n] = table_token[static_cast<size_t>(node.depth - 1) * static_cast<size_t>(stride) +
                                    static_cast<size_t>(node.rank)];
             parent[n] = node.parent;
             n++;

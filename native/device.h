@@ -77,6 +77,20 @@ void replay(uint64_t key, const std::function<void()>& body);
 // Drop what the bound rank has recorded: for when the memory it was recorded with goes.
 void forget();
 
+// Memory that host and device both see while the device works, at one address; zeroed.
+void* alloc_shared(size_t bytes);
+void release_shared(void* p);
+
+// Rounds that may follow one another before the host can see the first: 1 where the host is the device.
+int rounds_at_once();
+
+// Run `body`, a round that ends with ops::end_round, again for as long as that says so; recorded like a replay(). It may return
+// before the work is done: end_round tells.
+void loop(uint64_t key, const std::function<void()>& body);
+
+// Whether the device has done everything the bound rank gave it. Throws Error(KD_E_FATAL) if something of it failed.
+bool idle();
+
 // Elements. A Dev is its address and nothing else, so it passes as the void* of the functions above.
 template <class T>
 void upload(Dev<T> to, const std::type_identity_t<std::remove_const_t<T>>* from, size_t n) {

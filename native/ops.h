@@ -9,6 +9,8 @@
 // Order of arguments: outputs, inputs, weights, sizes, shape.
 #pragma once
 
+#include <span>
+
 #include "types.h"
 
 namespace kd::ops {
@@ -56,8 +58,8 @@ void mla_query(Rows q_lat, Rows q, Mat k_up, const Rope& rope, const View& v, co
 void mla_append(Rows kv, Rows kv_a, Vec norm, const Rope& rope, const View& v, const Shape& s);
 
 // o_lat[r][head] = sum over the row's keys of softmax(score) * latent; score = (q_lat . kv row) * score_scale.
-// Keys in position order. With B = 16 * floor(max(0, position - KD_MAX_DEPTH) / 16): keys below B in steps of 16, keys from
-// B on one by one, all with an online softmax in fp32.
+// Keys in position order. With B = 16 * floor(max(0, position - KD_MAX_DEPTH) / 16): keys below B in steps that a backend cuts
+// by the positions of key and row alone (16 keys on the CPU), keys from B on one by one, all with a softmax in fp32.
 void mla_attention(Rows o_lat, Rows q_lat, Rows kv, const View& v, const Shape& s);
 
 // o[r][head][i] = sum_c o_lat[r][head][c] v_up[head * v_head + i][c].
@@ -105,7 +107,8 @@ void sample(const Choice& out, Dev<float> logits, Dev<const Sampling> sampling, 
 
 // ---- a round's rows (plan.cpp, ref/plan.py) --------------------------------------------------------------------------------
 
-// A stream drafts if its budget is above 0 and it may still be given more than one token. `counts`: n_rows, n_out.
+// A stream drafts if its budget is above 0 and it may still be given more than one token. `counts`: n_rows, n_out. The first of
+// these in a round marks when it began.
 
 // The waiting taps to project now: of every stream that drafts, and of those whose ring the next round could overflow, rows
 // draft_start .. start - 1, in the order of streams, as many as v.n_rows.most; draft_start moves on by as many. Writes
@@ -122,14 +125,17 @@ void plan_draft(const View& v, Dev<int32_t> counts, const Drafts& drafts, const 
 // The rows of every tree: root and nodes, with ancestor masks, all of whose logits are wanted. Writes the view and `trees`.
 void plan_verify(const View& v, Dev<int32_t> counts, const Trees& trees, const Nodes& nodes, const Streams& streams);
 
-// The tokens the target chose along the kept paths, to the streams: start and root move on, left falls.
+// The tokens the target chose along the kept paths, to the streams: start and root move on, left falls; a stream is given nothing
+// after one of its stops. Then the round has ended: it is told where `streams.run` says, and whether another follows: if
+// fewer than run.allowed and kRunRounds have ended, some stream may still be given tokens, it is not too late, and what runs
+// here is a loop (device::loop).
 void end_round(const Emitted& out, const Streams& streams, const Trees& trees, const Accepted& kept,
                const Choice& choice);
 
 // ---- trees (tree.cpp, ref/tree.py) -----------------------------------------------------------------------------------------
 
 // The trees of builder `heap`: of stream s the best budget[s] prefixes (at most nodes.stride) of its table, best first:
-// drafts.depths[s] (at most KD_MAX_TABLE_DEPTH) rows of `width` candidates, from row drafts.row[s] of token and logprob on.
+// drafts.depths[s] (at most KD_MAX_TABLE_DEPTH) rows of `width` candidates, of which the first drafts.width[s] count, from row drafts.row[s] of token and logprob on.
 // Node entries past n[s] are left as they are.
 void tree_build(const Nodes& nodes, Dev<int32_t> token, Dev<float> logprob, const Drafts& drafts, Dev<int32_t> budget,
                 Count n_streams, int width);
@@ -141,9 +147,9 @@ void tree_build(const Nodes& nodes, Dev<int32_t> token, Dev<float> logprob, cons
 // A stream without rows keeps none.
 void tree_accept(const Accepted& out, const Trees& trees, const Choice& choice, const View& v);
 
-// Move the kept KV rows of a layer to the front: slot prefix + node[j] -> prefix + j, for each stream, prefix being that
-// of the stream's root row.
-void kv_commit(Rows kv, const Accepted& kept, const Trees& trees, const View& v, int width);
+// Move the kept KV rows of every layer to the front: slot prefix + node[j] -> prefix + j, for each stream, prefix being that
+// of the stream's root row. kv: the layers' pools, alike in stride.
+void kv_commit(std::span<const Rows> kv, const Accepted& kept, const Trees& trees, const View& v, int width);
 
 // ring[s][(position of root + j) % ring_rows] = taps[first_row[s] + node[j]] for each kept row; s = ring_slot[stream].
 void keep_taps(Rows ring, Rows taps, Dev<int32_t> ring_slot, const Accepted& kept, const Trees& trees, const View& v,

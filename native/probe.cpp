@@ -297,12 +297,14 @@ int32_t kd_probe_sample(const kd_probe_device* d, int32_t* token, uint64_t* hash
 
 int32_t kd_probe_tree_build(const kd_probe_device* d, int32_t* n, int32_t* node_token, int32_t* node_parent,
                             const int32_t* token, const float* logprob, const int32_t* row, const int32_t* depths,
-                            const int32_t* budget, int32_t n_streams, int32_t rows, int32_t width, int32_t stride) {
+                            const int32_t* width_of, const int32_t* budget, int32_t n_streams, int32_t rows,
+                            int32_t width, int32_t stride) {
     return run("tree_build", d, [&](Rig& rig) {
         const size_t streams = static_cast<size_t>(n_streams), nodes = streams * stride,
                      table = static_cast<size_t>(rows) * width;
         ops::tree_build({rig.out(n, streams), rig.out(node_token, nodes), rig.out(node_parent, nodes), stride},
-                        rig.in(token, table), rig.in(logprob, table), {rig.in(row, streams), rig.in(depths, streams)},
+                        rig.in(token, table), rig.in(logprob, table),
+                        {rig.in(row, streams), rig.in(depths, streams), rig.in(width_of, streams)},
                         rig.in(budget, streams), n_streams, width);
     });
 }
@@ -320,10 +322,13 @@ int32_t kd_probe_tree_accept(const kd_probe_device* d, int32_t* n, int32_t* node
 }
 
 int32_t kd_probe_kv_commit(const kd_probe_device* d, float* kv, const kd_probe_kept* k, const kd_probe_trees* t,
-                           const kd_probe_view* view, int32_t pool_rows, int32_t width) {
+                           const kd_probe_view* view, int32_t layers, int32_t pool_rows, int32_t width) {
     return run("kv_commit", d, [&](Rig& rig) {
         const View v = rig.view(view);
-        ops::kv_commit(rig.inout(kv, pool_rows, width), kept(rig, k, v), trees(rig, t, v), v, width);
+        std::vector<Rows> pools;
+        for (int i = 0; i < layers; i++)
+            pools.push_back(rig.inout(kv + static_cast<size_t>(i) * pool_rows * width, pool_rows, width));
+        ops::kv_commit(pools, kept(rig, k, v), trees(rig, t, v), v, width);
     });
 }
 

@@ -119,14 +119,17 @@ int32_t kd_probe_top_logprobs(const kd_probe_device*, int32_t* id, float* logpro
 /* logits [n_out][vocab], dealt out likewise; sampling [n_streams] */
 int32_t kd_probe_sample(const kd_probe_device*, int32_t* token, uint64_t* hash, float* logprob, const float* logits,
                         const kd_probe_sampling*, const kd_probe_view*, int32_t vocab);
-/* node_token, node_parent [n_streams][stride]; token, logprob [rows][width]; row, depths, budget [n_streams] */
+/* node_token, node_parent [n_streams][stride]; token, logprob [rows][width]; row, depths, width_of, budget [n_streams]; width_of may
+ * be NULL */
 int32_t kd_probe_tree_build(const kd_probe_device*, int32_t* n, int32_t* node_token, int32_t* node_parent,
                             const int32_t* token, const float* logprob, const int32_t* row, const int32_t* depths,
-                            const int32_t* budget, int32_t n_streams, int32_t rows, int32_t width, int32_t stride);
+                            const int32_t* width_of, const int32_t* budget, int32_t n_streams, int32_t rows,
+                            int32_t width, int32_t stride);
 int32_t kd_probe_tree_accept(const kd_probe_device*, int32_t* n, int32_t* node, const kd_probe_trees*,
                              const int32_t* choice_token, const kd_probe_view*);
+/* kv [layers][pool_rows][width] */
 int32_t kd_probe_kv_commit(const kd_probe_device*, float* kv, const kd_probe_kept*, const kd_probe_trees*,
-                           const kd_probe_view*, int32_t pool_rows, int32_t width);
+                           const kd_probe_view*, int32_t layers, int32_t pool_rows, int32_t width);
 int32_t kd_probe_keep_taps(const kd_probe_device*, float* ring, const float* taps, const int32_t* ring_slot,
                            const kd_probe_kept*, const kd_probe_trees*, const kd_probe_view*, int32_t ring_rows,
                            int32_t ring_slots, int32_t width);
@@ -138,7 +141,7 @@ int32_t kd_probe_self_check(const kd_probe_device*, const char* spoil);
  * (out_row) are meant. The streams' arrays are as they were before. */
 typedef struct kd_probe_streams {
     int32_t n, max_pages;
-    const int32_t *slot, *start, *draft_start, *root, *left, *budget, *page_table;
+    const int32_t *slot, *start, *draft_start, *root, *left, *budget, *stops, *page_table;
 } kd_probe_streams;
 
 typedef struct kd_probe_rows {
@@ -154,10 +157,12 @@ int32_t kd_probe_plan_draft(const kd_probe_device*, const kd_probe_rows*, int32_
 int32_t kd_probe_plan_verify(const kd_probe_device*, const kd_probe_rows*, int32_t* first_row, int32_t* parent,
                              const kd_probe_streams*, const int32_t* nodes, const int32_t* token,
                              const int32_t* node_parent, int32_t stride);
+/* The round-th of a run that is no loop; what is emitted has room for rounds 0 .. round, of which only the last is written. */
 int32_t kd_probe_end_round(const kd_probe_device*, int32_t* n, int32_t* nodes, int32_t* token, uint64_t* hash,
-                           float* logprob, int32_t* start, int32_t* root, int32_t* left, const kd_probe_streams*,
-                           const kd_probe_trees*, const kd_probe_kept*, const int32_t* choice_token,
-                           const uint64_t* choice_hash, const float* choice_logprob, int32_t n_rows);
+                           float* logprob, int32_t* draft_start, int32_t* ended, int32_t* start, int32_t* root,
+                           int32_t* left, int32_t round, const kd_probe_streams*, const kd_probe_trees*,
+                           const kd_probe_kept*, const int32_t* choice_token, const uint64_t* choice_hash,
+                           const float* choice_logprob, int32_t n_rows);
 
 /* ---- trees (native/tree/registry.h) ------------------------------------------------------------------------------- */
 

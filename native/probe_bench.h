@@ -27,6 +27,7 @@ typedef struct kd_bench {
 int32_t kd_bench_read(const kd_bench*, double* us, int64_t bytes);
 /* A copy to the host, as the host sees it, wait included; `calls` are one after the other. */
 int32_t kd_bench_download(const kd_bench*, double* us, int64_t bytes);
+int32_t kd_bench_upload(const kd_bench*, double* us, int64_t bytes);
 
 /* y = x w^T, w [n][k]; logits: into fp32. */
 int32_t kd_bench_linear(const kd_bench*, double* us, int32_t rows, int32_t n, int32_t k, int32_t logits);
@@ -34,13 +35,25 @@ int32_t kd_bench_rms_norm(const kd_bench*, double* us, int32_t rows, int32_t wid
 int32_t kd_bench_add_norm(const kd_bench*, double* us, int32_t rows, int32_t width);
 int32_t kd_bench_swiglu(const kd_bench*, double* us, int32_t rows, int32_t width);
 
-int32_t kd_bench_route(const kd_bench*, double* us, int32_t rows, int32_t hidden, int32_t experts, int32_t slots);
+/* bf16: the router's weights are values of bf16, as in checkpoints. */
+int32_t kd_bench_route(const kd_bench*, double* us, int32_t rows, int32_t hidden, int32_t experts, int32_t slots,
+                       int32_t bf16);
 /* expert [calls][rows][slots]: whom each call's rows are sent to. */
 int32_t kd_bench_moe(const kd_bench*, double* us, const int32_t* expert, int32_t rows, int32_t hidden, int32_t inter,
                      int32_t experts, int32_t slots);
 
 /* Verification: `rows` of each stream, a tree whose root is at position `context`. kv_lora 512, rope 64. */
 int32_t kd_bench_attention(const kd_bench*, double* us, int32_t streams, int32_t rows, int32_t context, int32_t heads);
+/* The small operations around it: nope 128, v_head 128; at most 64 rows, or a multiple of it. */
+int32_t kd_bench_mla_query(const kd_bench*, double* us, int32_t rows, int32_t heads);
+int32_t kd_bench_mla_append(const kd_bench*, double* us, int32_t rows);
+int32_t kd_bench_mla_value(const kd_bench*, double* us, int32_t rows, int32_t heads);
+
+/* The drafter: heads of `dim`; blocks of `block` rows of each stream whose context is `context` tokens long; window: 0 for none. */
+int32_t kd_bench_head_norm_rope(const kd_bench*, double* us, int32_t rows, int32_t heads, int32_t dim);
+int32_t kd_bench_draft_append(const kd_bench*, double* us, int32_t rows, int32_t kv_heads, int32_t dim);
+int32_t kd_bench_draft_attention(const kd_bench*, double* us, int32_t streams, int32_t block, int32_t context,
+                                 int32_t window, int32_t heads, int32_t kv_heads, int32_t dim);
 
 int32_t kd_bench_top_logprobs(const kd_bench*, double* us, int32_t rows, int32_t vocab, int32_t k);
 int32_t kd_bench_sample(const kd_bench*, double* us, const kd_probe_sampling* way, int32_t rows, int32_t vocab);
@@ -50,7 +63,8 @@ int32_t kd_bench_tree_build(const kd_bench*, double* us, const int32_t* token, c
                             int32_t depth, int32_t width, int32_t budget);
 /* Trees of `rows` rows; the target takes a path of `kept` of them. */
 int32_t kd_bench_tree_accept(const kd_bench*, double* us, int32_t streams, int32_t rows, int32_t kept);
-int32_t kd_bench_kv_commit(const kd_bench*, double* us, int32_t streams, int32_t rows, int32_t kept, int32_t width);
+int32_t kd_bench_kv_commit(const kd_bench*, double* us, int32_t layers, int32_t streams, int32_t rows, int32_t kept,
+                           int32_t width);
 int32_t kd_bench_keep_taps(const kd_bench*, double* us, int32_t streams, int32_t rows, int32_t kept, int32_t width);
 
 /* cdef: end */

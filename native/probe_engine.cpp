@@ -26,11 +26,17 @@ struct EngineProbe {
             });
         });
     }
-    // The engine thread does nothing until *go is set.
-    static void freeze(Engine& e, const volatile int* go) {
+    // Rounds that may follow one another before the engine looks.
+    static void rounds_at_once(Engine& e, int rounds) {
+        e.call([&] { e.resident_->stage->rounds_at_once = rounds; });
+    }
+    // The engine thread does nothing, from when *go is -1 until it is something else.
+    static void freeze(Engine& e, volatile int* go) {
         e.post([go] {
-            while (!*go) usleep(1000);
+            *go = -1;
+            while (*go == -1) usleep(1000);
         });
+        while (*go == 0) usleep(1000);
     }
 };
 }  // namespace kd
@@ -91,4 +97,5 @@ KD_PROBE int kd_probe_text_add(kd::TextStream* text, const char* bytes, int leng
 }
 
 KD_PROBE void kd_probe_fail_rank(kd_engine* e, int rank) { kd::EngineProbe::fail_rank(e->engine, rank); }
-KD_PROBE void kd_probe_freeze(kd_engine* e, const volatile int* go) { kd::EngineProbe::freeze(e->engine, go); }
+KD_PROBE void kd_probe_rounds_at_once(kd_engine* e, int rounds) { kd::EngineProbe::rounds_at_once(e->engine, rounds); }
+KD_PROBE void kd_probe_freeze(kd_engine* e, volatile int* go) { kd::EngineProbe::freeze(e->engine, go); }

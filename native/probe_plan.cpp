@@ -11,7 +11,7 @@ using probe::run;
 
 namespace {
 
-Streams streams(Rig& rig, const kd_probe_streams* p) {
+Streams streams(Rig& rig, const kd_probe_streams* p, int round = 0) {
     const size_t n = static_cast<size_t>(p->n);
     Streams s;
     s.n = p->n;
@@ -22,6 +22,11 @@ Streams streams(Rig& rig, const kd_probe_streams* p) {
     s.root = rig.in(p->root, n);
     s.left = rig.in(p->left, n);
     s.budget = rig.in(p->budget, n);
+    s.stops = rig.in(p->stops, n * kStops);
+    thread_local uint64_t marks[3];  // times: nobody compares them
+    marks[0] = marks[1] = 0;
+    marks[2] = static_cast<uint64_t>(round);
+    s.run.marks = rig.inout(marks, 3);
     s.page_table = rig.in(p->page_table, n * static_cast<size_t>(p->max_pages));
     return s;
 }
@@ -74,7 +79,7 @@ int32_t kd_probe_plan_draft(const kd_probe_device* d, const kd_probe_rows* rows,
         Shape s;
         s.max_positions = max_positions;
         const size_t n = static_cast<size_t>(p->n);
-        ops::plan_draft(written(rig, rows), rig.out(rows->counts, 2), {rig.out(row, n), rig.out(depths, n)},
+        ops::plan_draft(written(rig, rows), rig.out(rows->counts, 2), {rig.out(row, n), rig.out(depths, n), {}},
                         streams(rig, p), shape, s);
     });
 }
@@ -91,18 +96,29 @@ int32_t kd_probe_plan_verify(const kd_probe_device* d, const kd_probe_rows* rows
 }
 
 int32_t kd_probe_end_round(const kd_probe_device* d, int32_t* n, int32_t* nodes, int32_t* token, uint64_t* hash,
-                           float* logprob, int32_t* start, int32_t* root, int32_t* left, const kd_probe_streams* p,
-                           const kd_probe_trees* t, const kd_probe_kept* k, const int32_t* choice_token,
-                           const uint64_t* choice_hash, const float* choice_logprob, int32_t n_rows) {
+                           float* logprob, int32_t* draft_start, int32_t* ended, int32_t* start, int32_t* root,
+                           int32_t* left, int32_t round, const kd_probe_streams* p, const kd_probe_trees* t,
+                           const kd_probe_kept* k, const int32_t* choice_token, const uint64_t* choice_hash,
+                           const float* choice_logprob, int32_t n_rows) {
     return run("end_round", d, [&](Rig& rig) {
         const size_t count = static_cast<size_t>(p->n), path = count * (KD_MAX_DEPTH + 1);
-        const size_t rows = static_cast<size_t>(n_rows);
-        Streams s = streams(rig, p);
+        const size_t rows = static_cast<size_t>(n_rows), rounds = static_cast<size_t>(round) + 1;
+        Streams s = streams(rig, p, round);
         s.start = moved(rig, start, p->start, count);
         s.root = moved(rig, root, p->root, count);
         s.left = moved(rig, left, p->left, count);
-        const Emitted out{rig.out(n, count), rig.inout(token, path), rig.inout(hash, path), rig.inout(logprob, path),
-                          rig.out(nodes, count)};
+        const int32_t allowed = kRunRounds;
+        s.run.ended = rig.out(ended, 1);
+        s.run.allowed = rig.in(&allowed, 1);
+        thread_local uint64_t times[2 * kRunRounds];
+        const Emitted out{p->n,
+                          rig.inout(n, rounds * count),
+                          rig.inout(token, rounds * path),
+                          rig.inout(hash, rounds * path),
+                          rig.inout(logprob, rounds * path),
+                          rig.inout(nodes, rounds * count),
+                          rig.inout(draft_start, rounds * count),
+                          rig.inout(times, 2 * rounds)};
         const Choice choice{rig.in(choice_token, rows), rig.in(choice_hash, rows), rig.in(choice_logprob, rows)};
         ops::end_round(out, s, {rig.in(t->first_row, count + 1), rig.in(t->parent, rows)},
                        {rig.in(k->n, count), rig.in(k->node, path)}, choice);

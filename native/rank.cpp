@@ -73,7 +73,7 @@ Rank::Rank(const Model& m, int index, const Limits& l) : model(&m), index(index)
         view.page_table = array<int32_t>(size_t(l.streams) * l.pages_sequence);
         counts = array<int32_t>(2);
         round_in = array<int32_t>(RoundIn::words(l.streams));
-        round_out = array<char>(RoundOut(l.streams).bytes);
+        round_out = static_cast<char*>(device::alloc_shared(RoundOut(l.streams).bytes));
         sampling = array<Sampling>(l.streams);
         trees.first_row = array<int32_t>(l.streams + 1);
         choice.hash = array<uint64_t>(n);
@@ -88,7 +88,7 @@ Rank::Rank(const Model& m, int index, const Limits& l) : model(&m), index(index)
         nodes.stride = l.tree_width;
         point_into_blocks();
     } catch (...) {
-        for (void* p : owned_) device::release(p);
+        free_all();
         throw;
     }
 }
@@ -96,7 +96,8 @@ Rank::Rank(const Model& m, int index, const Limits& l) : model(&m), index(index)
 void Rank::point_into_blocks() {
     const int n = limits.streams;
     const auto field = [&](RoundIn::Field f) { return round_in + RoundIn::at(f, n); };
-    streams.n = {n, round_in};
+    streams.n = {n, round_in + RoundIn::n};
+    streams.run.marks = std::bit_cast<Dev<uint64_t>>(round_in);
     streams.max_pages = limits.pages_sequence;
     streams.slot = field(RoundIn::slot);
     streams.start = field(RoundIn::start);
@@ -104,9 +105,16 @@ void Rank::point_into_blocks() {
     streams.root = field(RoundIn::root);
     streams.left = field(RoundIn::left);
     streams.budget = field(RoundIn::budget);
+    drafts.width = field(RoundIn::width);
+    streams.stops = round_in + RoundIn::stops(n);
     streams.page_table = view.page_table;
     const RoundOut out(n);
     const auto part = [&]<class T>(Dev<T>& to, size_t at) { to = std::bit_cast<Dev<T>>(round_out + at); };
+    emitted.streams = n;
+    part(streams.run.ended, out.ended);
+    part(streams.run.allowed, out.allowed);
+    part(emitted.times, out.times);
+    part(emitted.draft_start, out.draft_start);
     part(emitted.hash, out.hash);
     part(emitted.token, out.token);
     part(emitted.logprob, out.logprob);
@@ -136,8 +144,11 @@ View Rank::planned_view(int rows, int out) const {
     return v;
 }
 
-Rank::~Rank() {
+void Rank::free_all() {
     for (void* p : owned_) device::release(p);
+    device::release_shared(round_out);
 }
+
+Rank::~Rank() { free_all(); }
 
 }  // namespace kd

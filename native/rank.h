@@ -1,6 +1,8 @@
 // What one rank owns while a model is loaded: activations, KV pools, and the device side of a step.
 #pragma once
 
+#include <utility>
+
 #include "device.h"
 #include "types.h"
 
@@ -49,23 +51,31 @@ struct ViewArrays {
 constexpr int kTapRing = 64;             // tokens whose taps are kept until they are projected into drafter K/V
 constexpr int kPath = KD_MAX_DEPTH + 1;  // rows a round can keep of one sequence
 
-// What a round is told of its streams, and what it tells of them: one block each, so that each is one copy.
+// What a run is told of its streams: one block of 32-bit words, so that it is one copy.
 struct RoundIn {
-    enum Field { slot, start, draft_start, root, left, budget, fields };
-    static size_t words(int streams) { return size_t(fields) * streams + 1; }
-    // Word 0 is the number of streams.
-    static size_t at(Field field, int streams) { return 1 + size_t(field) * streams; }
+    enum Field { slot, start, draft_start, root, left, budget, width, fields };
+    static constexpr size_t n = 6;  // after the words of Run::marks
+    static size_t at(Field field, int streams) { return 8 + size_t(field) * streams; }
+    static size_t stops(int streams) { return at(fields, streams); }
+    static size_t words(int streams) { return stops(streams) + size_t(streams) * kStops; }
 };
-struct RoundOut {  // offsets in bytes
-    size_t hash, token, logprob, n, nodes, bytes;
+// What its rounds tell of them, and the words of the run: memory that host and device see. Offsets in bytes.
+struct RoundOut {
+    size_t hash, times, token, logprob, n, nodes, draft_start, ended, allowed, bytes;
     explicit RoundOut(int streams) {
-        const size_t each = streams, path = each * kPath;
-        hash = 0;
-        token = hash + path * sizeof(uint64_t);
-        logprob = token + path * sizeof(int32_t);
-        n = logprob + path * sizeof(float);
-        nodes = n + each * sizeof(int32_t);
-        bytes = nodes + each * sizeof(int32_t);
+        const size_t each = size_t(kRunRounds) * streams, path = each * kPath;
+        size_t end = 0;
+        const auto place = [&](size_t size) { return std::exchange(end, end + size); };
+        hash = place(path * sizeof(uint64_t));
+        times = place(kRunRounds * 2 * sizeof(uint64_t));
+        token = place(path * sizeof(int32_t));
+        logprob = place(path * sizeof(float));
+        n = place(each * sizeof(int32_t));
+        nodes = place(each * sizeof(int32_t));
+        draft_start = place(each * sizeof(int32_t));
+        ended = place(64);  // each word in a cache line of its own
+        allowed = place(64);
+        bytes = end;
     }
 };
 
@@ -82,7 +92,7 @@ struct Rank {
     Dev<Sampling> sampling;         // [streams]
     Dev<int32_t> counts;            // rows and wanted rows of the view a plan_* has written
     Dev<int32_t> round_in;          // RoundIn
-    Dev<char> round_out;            // RoundOut
+    char* round_out = nullptr;      // RoundOut; both see it
     Streams streams;                // into round_in
     Nodes nodes;
     Drafts drafts;
@@ -107,6 +117,7 @@ struct Rank {
   private:
     std::vector<void*> owned_;
     void point_into_blocks();
+    void free_all();
     Rows rows(size_t n, int width);
     template <class T>
     Dev<T> array(size_t n);

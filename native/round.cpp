@@ -6,8 +6,10 @@
 #include "round.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <initializer_list>
+#include <thread>
 
 #include "engine/clock.h"
 #include "error.h"
@@ -32,6 +34,8 @@ bool drafts(const Stage& g, const Sequence& q) {
 //
 // What a round does on the device. How many rows there are is data that a plan_* has written; `most` is only room.
 
+constexpr uint64_t kRunNs = 50'000'000;  // a run ends by itself with the first round that ends later than this
+
 // Largest sizes of a round: what is recorded once serves every round that fits.
 struct Room {
     int streams, rows, width;
@@ -42,6 +46,7 @@ struct Room {
 
 Streams round_streams(const Rank& r, const Room& room) {
     Streams streams = r.streams;
+    streams.run.most_ns = kRunNs;
     streams.n.most = room.streams;
     streams.n = device::known(streams.n);
     return streams;
@@ -85,7 +90,7 @@ void verify_part(Rank& r, const Room& room) {
     forward(r, v);
     ops::sample(r.choice, r.act.logits, r.sampling, v, s);
     ops::tree_accept(r.kept, r.trees, r.choice, v);
-    for (Rows kv : r.kv) ops::kv_commit(kv, r.kept, r.trees, v, s.kv_row());
+    ops::kv_commit(r.kv, r.kept, r.trees, v, s.kv_row());
     if (r.tap_ring.p)
         ops::keep_taps(r.tap_ring, r.act.taps, streams.slot, r.kept, r.trees, v, kTapRing, r.tap_ring.stride);
     ops::end_round(r.emitted, streams, r.trees, r.kept, r.choice);
@@ -112,7 +117,7 @@ int budget_cap(std::span<Sequence* const> batch, int max_rows) {
 // What the ranks are told of the batch; no stream's budget is above `cap`.
 void tell(Stage& g, std::span<Sequence* const> batch, int cap) {
     const Limits& l = g.ranks[0]->limits;
-    g.round_in[0] = int(batch.size());
+    g.round_in[RoundIn::n] = int(batch.size());
     g.sampling.clear();
     for (size_t s = 0; s < batch.size(); s++) {
         const Sequence& q = *batch[s];
@@ -123,6 +128,10 @@ void tell(Stage& g, std::span<Sequence* const> batch, int cap) {
         put(RoundIn::root, q.tokens[q.start]);
         put(RoundIn::left, q.max_tokens - q.generated());
         put(RoundIn::budget, g.model().draft.layers ? std::min(q.planting.budget, cap) : 0);
+        put(RoundIn::width, q.planting.builder->builder().width(KD_MAX_NODES));
+        KD_CHECK(q.stop_ids.size() <= kStops);
+        int32_t* stops = &g.round_in[RoundIn::stops(l.streams) + s * kStops];
+        std::fill(std::copy(q.stop_ids.begin(), q.stop_ids.end(), stops), stops + kStops, -1);
         std::copy(q.pages.begin(), q.pages.end(), &g.page_table[s * l.pages_sequence]);
         g.sampling.push_back(q.sampling);
     }
@@ -137,17 +146,25 @@ void tell(Stage& g, std::span<Sequence* const> batch, int cap) {
 // Projects the taps of the sequences that draft now, and of those whose ring could overflow in this round.
 void project_taps(Stage& g, std::span<Sequence* const> batch, const Room& room) {
     int waiting = 0;
-    for (Sequence* q : batch) {
-        if (!drafts(g, *q) && q->start - q->draft_start <= kTapRing - kPath) continue;
-        waiting += q->start - q->draft_start;
-        q->draft_start = q->start;
-    }
+    for (Sequence* q : batch)
+        if (drafts(g, *q) || q->start - q->draft_start > kTapRing - kPath) waiting += q->start - q->draft_start;
     const int most = std::min(g.ranks[0]->limits.rows, room.streams * kTapRing);
     for (; waiting > 0; waiting -= most)
         g.team.run([&](int i) {
             Rank& r = *g.ranks[i];
             device::replay(room.key(0), [&] { context_part(r, room); });
         });
+}
+
+// Rounds of one token each before a ring could overflow, if nobody projects taps in between.
+int rounds_to_overflow(std::span<Sequence* const> batch) {
+    constexpr int room = kTapRing - kPath;
+    int most = 0;
+    for (const Sequence* q : batch) {
+        const int waiting = q->start - q->draft_start;
+        if (waiting <= room) most = std::max(most, waiting);
+    }
+    return room - most + 1;
 }
 
 // The tables of the sequences that draft: table_token, table_logprob [drafting][depth][width].
@@ -194,22 +211,46 @@ int plant(Stage& g, std::span<Sequence* const> batch, int width, StepCounts& cou
     return tree::cut_trees(planted.data(), int(batch.size()), g.max_rows);
 }
 
-// A round that never comes to the host: every tree by ops::tree_build, or none at all.
-void run_through(Stage& g, std::span<Sequence* const> batch, bool drafting, const Room& room) {
+// The words of a run, as the host sees them.
+std::atomic_ref<int32_t> run_word(const Rank& r, size_t RoundOut::* word) {
+    return std::atomic_ref(*reinterpret_cast<int32_t*>(r.round_out + RoundOut(r.limits.streams).*word));
+}
+
+void allow(Stage& g, int rounds) {
+    for (const auto& r : g.ranks) run_word(*r, &RoundOut::allowed).store(rounds, std::memory_order_release);
+}
+
+// Before a run of at most so many rounds is given to the ranks.
+void begin_run(Stage& g, int rounds) {
+    for (const auto& r : g.ranks) {
+        run_word(*r, &RoundOut::ended).store(0, std::memory_order_relaxed);
+        memset(r->round_out + RoundOut(r->limits.streams).times, 0, kRunRounds * 2 * sizeof(uint64_t));
+    }
+    allow(g, rounds);
+}
+
+// A run that never comes to the host: every tree by ops::tree_build, or none at all.
+void run_through(Stage& g, std::span<Sequence* const> batch, bool drafting, const Room& room, bool again) {
     std::fill(g.nodes.begin(), g.nodes.end(), 0);
+    // What all streams can be given in a round waits for the next one's draft.
+    const int contexts = (room.streams * kPath + g.ranks[0]->limits.rows - 1) / g.ranks[0]->limits.rows;
     g.team.run([&](int i) {
         Rank& r = *g.ranks[i];
         if (!drafting) device::upload(r.nodes.n, g.nodes.data(), batch.size());
-        device::replay(room.key(drafting ? 3 : 2), [&] {
+        const auto round = [&] {
             if (drafting) {
+                for (int c = 0; c < contexts; c++) context_part(r, room);
                 draft_part(r, room);
                 const Streams streams = round_streams(r, room);
                 ops::tree_build(r.nodes, r.draft_token, r.draft_logprob, r.drafts, streams.budget, streams.n,
                                 room.width);
             }
             verify_part(r, room);
-        });
-        if (i == 0) device::download(g.round_out.data(), r.round_out, g.round_out.size());
+        };
+        if (again)
+            device::loop(room.key(drafting ? 5 : 4), round);
+        else
+            device::replay(room.key(drafting ? 3 : 2), round);
     });
 }
 
@@ -222,20 +263,34 @@ void verify(Stage& g, std::span<Sequence* const> batch, const Room& room) {
         device::upload(r.nodes.token, g.node_token.data(), n * stride);
         device::upload(r.nodes.parent, g.node_parent.data(), n * stride);
         device::replay(room.key(2), [&] { verify_part(r, room); });
-        if (i == 0) device::download(g.round_out.data(), r.round_out, g.round_out.size());
     });
 }
 
-// The tokens of the kept paths, to their sequences.
-void take(Stage& g, std::span<Sequence* const> batch, StepCounts& counts) {
-    const RoundOut out(g.ranks[0]->limits.streams);
+// The tokens that round `round` of the run gave, to their sequences.
+void take(Stage& g, std::span<Sequence* const> batch, int round, StepCounts& counts) {
+    const int streams = g.ranks[0]->limits.streams;
+    const RoundOut out(streams);
     const auto value = [&]<class T>(T& to, size_t array, size_t i) {
-        memcpy(&to, g.round_out.data() + array + i * sizeof(T), sizeof(T));
+        memcpy(&to, g.ranks[0]->round_out + array + i * sizeof(T), sizeof(T));
     };
-    for (size_t s = 0; s < batch.size(); s++) {
-        Sequence& q = *batch[s];
+    uint64_t times[2];
+    for (int i : {0, 1}) {
+        auto* at = reinterpret_cast<uint64_t*>(g.ranks[0]->round_out + out.times) + 2 * round + i;
+        while (!(times[i] = std::atomic_ref(*at).load(std::memory_order_acquire))) std::this_thread::yield();
+    }
+    counts.device_ns = times[1] - times[0];
+    if (g.last_ended_ns && times[0] >= g.last_ended_ns) {
+        (round ? counts.gap_ns : counts.launch_gap_ns) = times[0] - g.last_ended_ns;
+        (round ? counts.gaps : counts.launch_gaps) = 1;
+    }
+    g.last_ended_ns = times[1];
+    for (size_t i = 0; i < batch.size(); i++) {
+        Sequence& q = *batch[i];
+        const size_t s = size_t(round) * streams + i;
         value(q.n_new, out.n, s);
         value(q.nodes, out.nodes, s);
+        value(q.draft_start, out.draft_start, s);
+        if (q.n_new == 0) continue;
         KD_CHECK(q.n_new >= 1 && q.n_new <= std::min(kPath, q.nodes + 1));
         for (int j = 0; j < q.n_new; j++) {
             int32_t token;
@@ -245,9 +300,47 @@ void take(Stage& g, std::span<Sequence* const> batch, StepCounts& counts) {
             q.tokens.push_back(token);
         }
         q.start += q.n_new;
-        counts.rows += q.nodes + 1;
-        counts.nodes += q.nodes;
-        counts.accepted += q.n_new - 1;
+    }
+}
+
+// Waits until more than `seen` rounds of the run have ended; returns how many have, with kRunOver if no more will come.
+int wait_round(Stage& g, int seen, bool again, const std::atomic<bool>& wanted) {
+    constexpr uint64_t kSpinUs = 100, kLookUs = 1000;
+    const std::atomic_ref<int32_t> word = run_word(*g.ranks[0], &RoundOut::ended);
+    const uint64_t began = now_us();
+    uint64_t looked = began;
+    for (;;) {
+        const int ended = word.load(std::memory_order_acquire);
+        if (ended > seen) return ended;
+        if (wanted.load(std::memory_order_relaxed)) allow(g, 0);
+        const uint64_t now = now_us();
+        if (now - looked > kLookUs) {
+            looked = now;
+            // A failed device tells nothing: this throws. Read again: the round may have ended just now.
+            KD_CHECK(!device::idle() || word.load(std::memory_order_acquire) > seen);
+        }
+        // The device goes on by itself meanwhile: a core need not be kept busy to be a little earlier.
+        if (again && now - began > kSpinUs) std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+}
+
+// Hands over round after round of the run under way.
+void follow(Stage& g, std::span<Sequence* const> batch, bool again, const std::atomic<bool>& wanted, StepCounts counts,
+            uint64_t began, const AfterRound& after) {
+    for (int seen = 0;;) {
+        const int word = wait_round(g, seen, again, wanted);
+        const int ended = word & ~kRunOver;
+        int more = 0;
+        for (; seen < ended; seen++) {
+            take(g, batch, seen, counts);
+            const uint64_t now = now_us();
+            counts.verify_us = now - began;
+            began = now;
+            more = after(counts);
+            counts = {.draft_calls = counts.draft_calls};
+        }
+        if (word & kRunOver) return;
+        allow(g, more && !wanted ? std::min(seen + more, kRunRounds) : 0);
     }
 }
 
@@ -268,7 +361,12 @@ void prompt_view(Stage& g, std::span<const PromptPart> parts, bool all_logits) {
 }  // namespace
 
 Stage::Stage(Team& team, std::vector<std::unique_ptr<Rank>> all, int max_rows)
-    : team(team), ranks(std::move(all)), max_rows(max_rows), view(ranks[0]->limits) {
+
+    : team(team),
+      ranks(std::move(all)),
+      max_rows(max_rows),
+      view(ranks[0]->limits),
+      rounds_at_once(team.size() == 1 ? device::rounds_at_once() : 1) {
     const Limits& l = ranks[0]->limits;
     const size_t table = size_t(l.streams) * draft_depth(model()) * l.tree_width;
     table_token.resize(table);
@@ -278,7 +376,6 @@ Stage::Stage(Team& team, std::vector<std::unique_ptr<Rank>> all, int max_rows)
     tree_in.resize(l.streams);
     tree_out.resize(l.streams);
     round_in.resize(RoundIn::words(l.streams));
-    round_out.resize(RoundOut(l.streams).bytes);
     page_table.resize(size_t(l.streams) * l.pages_sequence);
     nodes.resize(l.streams);
     for (auto* v : {&from_row, &to_row}) v->reserve(l.rows + 1);
@@ -290,6 +387,7 @@ Stage::Stage(Team& team, std::vector<std::unique_ptr<Rank>> all, int max_rows)
 
 void prefill_chunk(Stage& g, std::span<const PromptPart> parts) {
     prompt_view(g, parts, false);
+    g.last_ended_ns = 0;
     g.team.run([&](int i) {
         Rank& r = *g.ranks[i];
         const View v = g.view.upload(r);
@@ -316,7 +414,8 @@ void prefill_chunk(Stage& g, std::span<const PromptPart> parts) {
     }
 }
 
-StepCounts decode_round(Stage& g, std::span<Sequence* const> batch) {
+void decode_rounds(Stage& g, std::span<Sequence* const> batch, int rounds, const std::atomic<bool>& wanted,
+                   const AfterRound& after) {
     const Limits& l = g.ranks[0]->limits;
     StepCounts counts;
     const uint64_t began = now_us();
@@ -326,34 +425,40 @@ StepCounts decode_round(Stage& g, std::span<Sequence* const> batch) {
         through = through && q->planting.builder->builder().on_device();
         if (!drafts(g, *q)) continue;
         drafting++;
-        widest = std::max(widest, q->planting.budget);
+        widest = std::max(widest, q->planting.builder->builder().width(q->planting.budget));
     }
     // Of trees built here the least likely nodes are cut when there are too many rows; trees built there grow less.
     const int cap = through ? budget_cap(batch, g.max_rows) : KD_MAX_NODES;
     Room room{round_up(int(batch.size()), {1, 4, 16}, l.streams), 0, 0};
     room.width = std::min({widest, cap, g.model().shape.vocab, l.tree_width});
+    rounds = through ? std::min(rounds, g.rounds_at_once) : 1;
     tell(g, batch, cap);
-    project_taps(g, batch, room);
     counts.draft_calls = drafting > 0;
-    uint64_t drafted = began, planted = began;
+    uint64_t planted = began;
     if (through) {
+        const bool trees = drafting > 0 && room.width > 0;
         int rows = int(batch.size());
         for (const Sequence* q : batch) rows += drafts(g, *q) ? std::min(q->planting.budget, cap) : 0;
         room.rows = round_up(rows, {64, 256}, l.rows);
-        run_through(g, batch, drafting > 0 && room.width > 0, room);
+        if (!trees && g.model().draft.layers) {
+            project_taps(g, batch, room);
+            rounds = std::min(rounds, rounds_to_overflow(batch));
+        }
+        begin_run(g, rounds);
+        run_through(g, batch, trees, room, rounds > 1);
     } else {
+        project_taps(g, batch, room);
         if (drafting) draft(g, drafting, room);
-        drafted = now_us();
+        const uint64_t drafted = now_us();
         room.rows = round_up(plant(g, batch, room.width, counts), {64, 256}, l.rows);
         room.width = 0;
         planted = now_us();
+        counts.draft_us = drafted - began;
+        counts.build_us = planted - drafted;
+        begin_run(g, 1);
         verify(g, batch, room);
     }
-    take(g, batch, counts);
-    counts.draft_us = drafted - began;
-    counts.build_us = planted - drafted;
-    counts.verify_us = now_us() - planted;
-    return counts;
+    follow(g, batch, rounds > 1, wanted, counts, planted, after);
 }
 
 void score_chunk(Stage& g, const PromptPart& part, float* out) {

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <array>
+#include <atomic>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -30,6 +32,7 @@ struct Sequence {
     int start = 0;        // KV rows committed
     int draft_start = 0;  // rows that have drafter K/V; the taps of draft_start .. start - 1 wait in the ring
     std::vector<int32_t> pages;
+    std::vector<int32_t> stop_ids;  // the model's and the request's own: at most kStops
     Sampling sampling;
     Planting planting;
 
@@ -49,10 +52,12 @@ struct PromptPart {
     int n = 0;
 };
 
-// Wall time of the parts of a round and what it did; the engine adds them up.
+// Wall time of the parts of a round and what it did; the engine adds them up. By the device's clock: the round itself, and what
+// lies between it and the round before: of the same run, or, if the host launched this one, of the step before.
 struct StepCounts {
     uint64_t draft_us = 0, build_us = 0, verify_us = 0;
-    uint64_t draft_calls = 0, rows = 0, nodes = 0, accepted = 0, builder_failures = 0;
+    uint64_t device_ns = 0, gap_ns = 0, gaps = 0, launch_gap_ns = 0, launch_gaps = 0;
+    uint64_t draft_calls = 0, builder_failures = 0;
 };
 
 // Everything a step needs: the ranks and the host side of their buffers.
@@ -73,9 +78,10 @@ struct Stage {
     std::vector<kd_tree_out> tree_out;
     std::vector<int32_t> from_row, to_row;
 
-    // What the ranks are told of a batch (RoundIn), the pages of its sequences, and what they say (RoundOut).
+    // What the ranks are told of a batch (RoundIn), the pages of its sequences, and nodes of its trees.
     std::vector<int32_t> round_in, page_table, nodes;
-    std::vector<char> round_out;
+    int rounds_at_once;          // device::rounds_at_once(), or 1 where the host brings the ranks together
+    uint64_t last_ended_ns = 0;  // the round before, if nothing has come between; see StepCounts
 
     // What came back of a prompt.
     std::vector<int32_t> choice;
@@ -89,8 +95,15 @@ struct Stage {
 // At most max_rows rows, one part a sequence.
 void prefill_chunk(Stage& g, std::span<const PromptPart> parts);
 
-// One round for every sequence: draft, build, verify, accept, commit. Each gets n_new >= 1 tokens.
-StepCounts decode_round(Stage& g, std::span<Sequence* const> batch);
+// What the engine does after each round, while the device may be running the next: the tokens are in the sequences, n_new of
+// each; n_new is 0 of one that has been given all it may. Returns how many more rounds may end, 0 to stop. It may be called
+// again after that, for rounds that were under way.
+using AfterRound = std::function<int(const StepCounts&)>;
+
+// Rounds for every sequence, one after the other: draft, build, verify, accept, commit. At most `rounds`, one where trees are
+// built on the host. Ends after the round under way when `wanted` becomes true.
+void decode_rounds(Stage& g, std::span<Sequence* const> batch, int rounds, const std::atomic<bool>& wanted,
+                   const AfterRound& after);
 
 // A prompt part of `sequence` whose logits are all wanted: out [n][vocab], float32.
 void score_chunk(Stage& g, const PromptPart& part, float* out);

@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "device.h"
@@ -70,10 +71,14 @@ class Bench {
         device::upload(d, v.data(), v.size());
         return d;
     }
-    Mat mat(const std::vector<float>& v, int n) {
-        std::vector<uint16_t> narrow;
-        for (const float x : v) narrow.push_back(bf16(x));
-        return {array(narrow), n, static_cast<int>(v.size()) / n};
+    // n rows of k, which are those given, again and again.
+    Mat mat(const std::vector<float>& v, int n, int k) {
+        std::vector<uint16_t> narrow(static_cast<size_t>(n) * static_cast<size_t>(k));
+        for (size_t i = 0; i < std::min(v.size(), narrow.size()); i++) narrow[i] = bf16(v[i]);
+        for (size_t i = v.size(); i < narrow.size(); i += v.size())
+            std::copy_n(narrow.begin(), std::min(v.size(), narrow.size() - i),
+                        narrow.begin() + static_cast<ptrdiff_t>(i));
+        return {array(narrow), n, k};
     }
     // Rows of one stream that see all before them, at these positions.
     View view(const std::vector<int32_t>& position, const std::vector<int32_t>& prefix, int pages) {
@@ -139,28 +144,36 @@ double dot(const float* a, const float* b, int n) {
 }
 double silu(double x) { return x / (1 + std::exp(-x)); }
 
-void check_products(Bench& b, int offset, int rows) {
-    constexpr int k = 512, n = 96;
-    const auto x = b.numbers(static_cast<size_t>(rows) * k), w = b.numbers(static_cast<size_t>(n) * k, 0.05f);
+// y = x w^T of this size, every few columns of it. The rows of w repeat after a while, which saves most of the time.
+void check_products(Bench& b, int offset, int rows, int n, int k) {
+    const int period = std::min(n, 97), step = n / 24 + 1;
+    const auto x = b.numbers(static_cast<size_t>(rows * k)), some = b.numbers(static_cast<size_t>(period * k), 0.05f);
     std::vector<double> want;
     for (int r = 0; r < rows; r++)
-        for (int j = 0; j < n; j++)
-            want.push_back(dot(&x[static_cast<size_t>(r) * k], &w[static_cast<size_t>(j) * k], k));
-    const Rows in = b.rows(x, rows, offset);
-    const Mat m = b.mat(w, n);
-    const Rows y = b.rows(std::vector<float>(want.size()), rows, offset);
+        for (int j = 0; j < n; j += step)
+            want.push_back(dot(&x[static_cast<size_t>(r * k)], &some[static_cast<size_t>(j % period * k)], k));
+    const auto picked = [&](const std::vector<float>& all) {
+        std::vector<float> got;
+        for (int r = 0; r < rows; r++)
+            for (int j = 0; j < n; j += step) got.push_back(all[static_cast<size_t>(r * n + j)]);
+        return got;
+    };
+    std::vector<float> fp32(static_cast<size_t>(rows * n));
+    const Rows in = b.rows(x, rows, offset), y = b.rows(fp32, rows, offset);
+    const Mat m = b.mat(some, n, k);
     ops::linear(y, in, m, rows);
-    b.expect("linear", b.values(y, rows, n), want);
+    b.expect("linear", picked(b.values(y, rows, n)), want);
 
-    std::vector<float> fp32(want.size());
     const Dev<float> out = b.array(fp32);
     ops::logits(out, n, in, m, rows);
     device::download(fp32.data(), out, fp32.size());
-    b.expect("logits", fp32, want);
+    b.expect("logits", picked(fp32), want);
 }
 
-void check_experts(Bench& b) {
-    constexpr int rows = 5, experts = 4, slots = 2, hidden = 256, inter = 64;
+// Every few rows of this size.
+void check_experts(Bench& b, int rows, int hidden, int inter) {
+    constexpr int experts = 4, slots = 2;
+    const int step = rows / 5;
     struct Weights {
         std::vector<uint32_t> q;
         std::vector<uint16_t> s;
@@ -182,27 +195,31 @@ void check_experts(Bench& b) {
     e.down = {b.array(down.q), b.array(down.s), hidden, inter};
     ops::pack_experts(e);
 
-    const auto h = b.numbers(rows * hidden), y = b.numbers(rows * hidden);
+    const auto h = b.numbers(static_cast<size_t>(rows * hidden)), y = b.numbers(static_cast<size_t>(rows * hidden));
     std::vector<int32_t> expert;
     std::vector<float> weight;
-    std::vector<double> want(y.begin(), y.end());
-    for (int r = 0; r < rows; r++) {
+    for (int r = 0; r < rows; r++)
+        for (int slot = 0; slot < slots; slot++) {
+            expert.push_back((r + slot) % experts);
+            weight.push_back(0.25f + 0.5f * static_cast<float>(slot));
+        }
+    std::vector<double> want;
+    for (int r = 0; r < rows; r += step) {
+        const float* in = &h[static_cast<size_t>(r * hidden)];
+        std::vector<double> sum(y.begin() + r * hidden, y.begin() + (r + 1) * hidden);
         for (int slot = 0; slot < slots; slot++) {
             const int chosen = (r + slot) % experts;
-            expert.push_back(chosen);
-            weight.push_back(0.25f + 0.5f * static_cast<float>(slot));
             std::vector<float> act;
             for (int i = 0; i < inter; i++) {
                 const float* gate = &up.value[static_cast<size_t>((chosen * 2 * inter + i) * hidden)];
-                const double g = dot(gate, &h[static_cast<size_t>(r * hidden)], hidden);
-                const double u = dot(gate + inter * hidden, &h[static_cast<size_t>(r * hidden)], hidden);
-                act.push_back(static_cast<float>(silu(g) * u));
+                act.push_back(static_cast<float>(silu(dot(gate, in, hidden)) * dot(gate + inter * hidden, in, hidden)));
             }
             for (int i = 0; i < hidden; i++)
-                want[static_cast<size_t>(r * hidden + i)] +=
-                    static_cast<double>(weight.back()) *
+                sum[static_cast<size_t>(i)] +=
+                    static_cast<double>(weight[static_cast<size_t>(slot)]) *
                     dot(act.data(), &down.value[static_cast<size_t>((chosen * hidden + i) * inter)], inter);
         }
+        want.insert(want.end(), sum.begin(), sum.end());
     }
     Shape s;
     s.hidden = hidden;
@@ -211,7 +228,11 @@ void check_experts(Bench& b) {
     s.experts_per_token = slots;
     const Rows out = b.rows(y, rows);
     ops::moe(out, b.rows(h, rows), b.array(expert), b.array(weight), e, rows, s);
-    b.expect("moe", b.values(out, rows, hidden), want);
+    const auto all = b.values(out, rows, hidden);
+    std::vector<float> got;
+    for (int r = 0; r < rows; r += step)
+        got.insert(got.end(), all.begin() + r * hidden, all.begin() + (r + 1) * hidden);
+    b.expect("moe", got, want);
 }
 
 // softmax(score) * value over keys; `key` and `value` give a key's numbers.
@@ -255,6 +276,101 @@ void check_attention(Bench& b, int offset) {
     b.expect("mla_attention", b.values(o, rows, heads * lora), want);
 }
 
+// The products before and behind the attention: per head, with the rotation by position.
+void check_heads(Bench& b, int offset, int rows) {
+    constexpr int heads = 4, nope = 128, rope = 64, lora = 512, v_head = 128, positions = 200;
+    Shape s;
+    s.heads = s.heads_rank = heads;
+    s.kv_lora = lora;
+    s.nope = nope;
+    s.rope = rope;
+    s.v_head = v_head;
+    const auto q = b.numbers(static_cast<size_t>(rows * heads * (nope + rope)));
+    const auto k_up = b.numbers(heads * nope * lora, 0.1f), v_up = b.numbers(heads * v_head * lora, 0.05f);
+    const auto cos = b.numbers(positions * rope / 2), sin = b.numbers(positions * rope / 2);
+    std::vector<int32_t> position;
+    for (int r = 0; r < rows; r++) position.push_back(r * 83 % positions);
+    std::vector<double> want, value;
+    for (int r = 0; r < rows; r++)
+        for (int head = 0; head < heads; head++) {
+            const float* in = &q[static_cast<size_t>((r * heads + head) * (nope + rope))];
+            std::vector<double> latent(lora);
+            for (int n = 0; n < nope; n++)
+                for (int c = 0; c < lora; c++)
+                    latent[static_cast<size_t>(c)] +=
+                        static_cast<double>(in[n]) *
+                        static_cast<double>(k_up[static_cast<size_t>((head * nope + n) * lora + c)]);
+            want.insert(want.end(), latent.begin(), latent.end());
+            for (int i = 0; i < rope / 2; i++) {
+                const auto at = static_cast<size_t>(position[static_cast<size_t>(r)] * rope / 2 + i);
+                const double x = static_cast<double>(in[nope + 2 * i]), y = static_cast<double>(in[nope + 2 * i + 1]);
+                const double c = static_cast<double>(cos[at]), t = static_cast<double>(sin[at]);
+                want.push_back(x * c - y * t);
+                want.push_back(x * t + y * c);
+            }
+        }
+    const Rows q_lat = b.rows(std::vector<float>(want.size()), rows, offset);
+    const Rope table{b.array(cos), b.array(sin), rope / 2};
+    ops::mla_query(q_lat, b.rows(q, rows, offset), b.mat(k_up, heads * nope, lora), table,
+                   b.view(position, position, 1), s);
+    b.expect("mla_query", b.values(q_lat, rows, heads * (lora + rope)), want);
+
+    const auto o_lat = b.numbers(static_cast<size_t>(rows * heads * lora));
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < heads * v_head; i++)
+            value.push_back(dot(&o_lat[static_cast<size_t>((r * heads + i / v_head) * lora)],
+                                &v_up[static_cast<size_t>(i * lora)], lora));
+    const Rows o = b.rows(std::vector<float>(value.size()), rows, offset);
+    ops::mla_value(o, b.rows(o_lat, rows, offset), b.mat(v_up, heads * v_head, lora), rows, s);
+    b.expect("mla_value", b.values(o, rows, heads * v_head), value);
+}
+
+void check_route(Bench& b, int offset) {
+    constexpr int rows = 5, experts = 96, slots = 8, hidden = 256;
+    Shape s;
+    s.hidden = hidden;
+    s.experts = experts;
+    s.experts_per_token = slots;
+    s.routed_scale = 2.5f;
+    const auto h = b.numbers(rows * hidden), router = b.numbers(experts * hidden, 0.1f), bias = b.numbers(experts);
+    // The weight of every expert of a row, those not chosen 0, and then the weights in order of preference.
+    std::vector<double> want;
+    for (int r = 0; r < rows; r++) {
+        std::vector<double> score, all(experts);
+        std::vector<size_t> order;
+        for (size_t e = 0; e < experts; e++) {
+            const double x = dot(&h[static_cast<size_t>(r * hidden)], &router[e * hidden], hidden);
+            score.push_back(1 / (1 + std::exp(-x)));
+            order.push_back(e);
+        }
+        std::stable_sort(order.begin(), order.end(), [&](size_t x, size_t y) {
+            return score[x] + static_cast<double>(bias[x]) > score[y] + static_cast<double>(bias[y]);
+        });
+        order.resize(slots);
+        double sum = 0;
+        for (const size_t e : order) sum += score[e];
+        for (const size_t e : order) all[e] = score[e] / sum * static_cast<double>(s.routed_scale);
+        want.insert(want.end(), all.begin(), all.end());
+        for (const size_t e : order) want.push_back(all[e]);
+    }
+    std::vector<int32_t> expert(rows * slots);
+    std::vector<float> weight(rows * slots), got;
+    const Dev<int32_t> to = b.array(expert);
+    const Dev<float> share = b.array(weight);
+    ops::route(to, share, b.rows(h, rows, offset), b.array(router), b.array(bias), rows, s);
+    device::download(expert.data(), to, expert.size());
+    device::download(weight.data(), share, weight.size());
+    for (size_t r = 0; r < rows; r++) {
+        std::vector<float> all(experts);
+        for (size_t i = r * slots; i < (r + 1) * slots; i++)
+            if (expert[i] >= 0 && expert[i] < experts) all[static_cast<size_t>(expert[i])] += weight[i];
+        got.insert(got.end(), all.begin(), all.end());
+        got.insert(got.end(), weight.begin() + static_cast<ptrdiff_t>(r * slots),
+                   weight.begin() + static_cast<ptrdiff_t>((r + 1) * slots));
+    }
+    b.expect("route", got, want);
+}
+
 void check_draft_attention(Bench& b) {
     constexpr int heads = 4, dim = 64, block = 8, pages = 2, prefix = 100;
     DraftShape d;
@@ -290,13 +406,28 @@ void self_check(const char* device_name, const char* spoil) {
     for (const int offset : {0, 3}) {
         for (const int rows : {1, 20}) {
             Bench b(device_name, spoil);
-            check_products(b, offset, rows);
+            check_products(b, offset, rows, 96, 512);
+            check_heads(b, offset, rows);
         }
         Bench b(device_name, spoil);
         check_attention(b, offset);
+        check_route(b, offset);
     }
     Bench b(device_name, spoil);
-    check_experts(b);
+    check_experts(b, 5, 256, 64);
+    // Where numbers are narrow there are matrix units, and ways of their own for many rows, few results, short sums, large
+    // matrices, and experts cut among eight ranks.
+    if (device::act_bytes() < sizeof(float)) {
+        for (const int rows : {1, 12, 24, 50, 100})
+            for (const auto& [n, k] : {std::pair{96, 128}, {96, 512}, {40, 2112}, {3264, 320}, {3264, 2112}}) {
+                Bench each(device_name, spoil);
+                check_products(each, 0, rows, n, k);
+            }
+        for (const int rows : {5, 300}) {
+            Bench each(device_name, spoil);
+            check_experts(each, rows, 1024, 256);
+        }
+    }
     check_draft_attention(b);
 }
 

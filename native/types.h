@@ -200,16 +200,32 @@ struct Choice {
     Dev<float> logprob;  // [n_out] if wanted, else 0
 };
 
+constexpr int kStops = 32;      // stop ids of one stream: the model's and its own
+constexpr int kRunRounds = 64;  // rounds of one run
+constexpr int kRunOver = 1 << 30;
+
+// A run: rounds that follow one another on the device, and what it and the host say to each other meanwhile. Words that both
+// see (device::alloc_shared), but for `marks`.
+struct Run {
+    Dev<int32_t> ended;  // rounds that have ended, and their tokens can be read; kRunOver is added if none follows
+    Dev<const int32_t>
+        allowed;           // rounds that may end; the host may raise it, or lower it to stop after the round under way
+    Dev<uint64_t> marks;   // [3] of device memory, 0 at first: ns at which the run and this round began, rounds ended
+    uint64_t most_ns = 0;  // no round follows one that ends later than this; 0: any time
+};
+
 // The streams of a decode round, on the device, so that rounds can follow one another without the host. Arrays of [n].
 struct Streams {
     Count n;
-    int max_pages = 0;         // stride of page_table
+    int max_pages = 0;  // stride of page_table
+    Run run;
     Dev<int32_t> slot;         // place among the engine's streams: index of its tap ring
     Dev<int32_t> start;        // KV rows committed, which is the position of the root
     Dev<int32_t> draft_start;  // of these, rows that have drafter K/V; the taps of the others wait in the ring
     Dev<int32_t> root;         // the token at `start`: chosen, not yet run
     Dev<int32_t> left;         // tokens it may still be given; at 0 it takes no part
     Dev<int32_t> budget;       // nodes its tree may have; at 0 it does not draft
+    Dev<int32_t> stops;        // [n][kStops] ids after which nothing is given, -1 where there is none
     Dev<int32_t> page_table;   // [n][max_pages]
 };
 
@@ -217,6 +233,7 @@ struct Streams {
 struct Drafts {
     Dev<int32_t> row;     // [n_streams]
     Dev<int32_t> depths;  // [n_streams], 0: it did not draft
+    Dev<int32_t> width;   // [n_streams] candidates of a row that its tree may use: 1 makes it a chain; null: all
 };
 
 // Trees as builders give them: nodes 1 .. n[s] of stream s. Parent 0 is the root.
@@ -227,13 +244,18 @@ struct Nodes {
     int stride = 0;
 };
 
-// What a round gave each stream: its next tokens, in order.
+// What each round of a run gave each stream: its next tokens, in order. Memory that host and device see (device::alloc_shared).
 struct Emitted {
-    Dev<int32_t> n;      // [n_streams], 0: it took no part
-    Dev<int32_t> token;  // [n_streams][KD_MAX_DEPTH + 1]
+    int streams = 0;     // streams of a round there is room for
+    Dev<int32_t> n;      // [kRunRounds][streams], 0: it took no part
+    Dev<int32_t> token;  // [kRunRounds][streams][KD_MAX_DEPTH + 1]
     Dev<uint64_t> hash;
     Dev<float> logprob;
-    Dev<int32_t> nodes;  // [n_streams] of its tree
+    Dev<int32_t> nodes;        // [kRunRounds][streams] of its tree
+    Dev<int32_t> draft_start;  // [kRunRounds][streams]
+    Dev<uint64_t>
+        times;  // [kRunRounds][2] ns of the device's clock at which the round began and ended; these may come a
+                // little after run.ended
 };
 
 // The trees of one round as rows. Rows of stream s are first_row[s] .. first_row[s + 1] - 1, the root first; none if the

@@ -27,6 +27,7 @@ TARGETS = {"cpu": ("cpu", "test"), "cuda": ("cuda", "cuda-test")}  # by device: 
 def pytest_addoption(parser):
     parser.addoption("--device", choices=TARGETS, default="cpu", help="the twin to test (default: cpu)")
     parser.addoption("--prebuilt", action="store_true", help="take the libraries in build/out as they are")
+    parser.addoption("--share", default="1/1", help="I/N: of the tests, every N-th from the I-th on")
 
 
 def pytest_configure(config):
@@ -37,6 +38,36 @@ def pytest_configure(config):
     backend.DEVICE = config.getoption("--device")
     if backend.DEVICE == "cuda":
         backend.share_devices()
+
+
+def pytest_collection_modifyitems(config, items):
+    first, step = map(int, config.getoption("--share").split("/"))
+    kept = items[first - 1 :: step]
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % step != first - 1])
+        items[:] = kept
+
+
+def unexplained_skips(reporter) -> list[str]:
+    """On a GPU only what needs a second one may be skipped."""
+    reasons = [str(report.longrepr) for report in reporter.stats.get("skipped", ())]
+    return [reason for reason in reasons if "second GPU" not in reason]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session):
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if backend.DEVICE == "cuda" and reporter and session.exitstatus == 0 and unexplained_skips(reporter):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter):
+    if backend.DEVICE != "cuda":
+        return
+    counts = {kind: len(terminalreporter.stats.get(kind, ())) for kind in ("passed", "failed", "error", "skipped")}
+    terminalreporter.write_line(f"on CUDA: {sum(counts.values()) - counts['skipped']} tests run, {counts}")
+    for reason in unexplained_skips(terminalreporter):
+        terminalreporter.write_line(f"skipped, though only a missing second GPU excuses that: {reason}")
 
 
 def run_build(target: str) -> subprocess.CompletedProcess:

@@ -244,7 +244,8 @@ class Probes:
         n = np.empty(streams, np.int32)
         node_token, node_parent = (np.empty((streams, stride), np.int32) for _ in range(2))
         self._run("tree_build", device, self._i(n), self._i(node_token), self._i(node_parent), self._i(token),
-                  self._f(logprob), self._i(drafts["row"]), self._i(drafts["depths"]), self._i(budget), streams,
+                  self._f(logprob), self._i(drafts["row"]), self._i(drafts["depths"]),
+                  self._i(drafts.get("width")), self._i(budget), streams,
                   *token.shape, stride)  # fmt: skip
         return n, node_token, node_parent
 
@@ -308,16 +309,17 @@ class Probes:
         written = (a[k][:n] for k in ("token", "position", "stream", "slot", "prefix", "out_row", "mask"))
         return first_row, parent[:n], a["counts"], *written
 
-    def end_round(self, device, streams, trees, kept, choice):
-        count = len(streams["start"])
-        n, nodes, start, root, left = (np.zeros(count, np.int32) for _ in range(5))
-        token, hashes = np.zeros((count, 17), np.int32), np.zeros((count, 17), np.uint64)
-        logprob = np.zeros((count, 17), np.float32)
+    def end_round(self, device, streams, trees, kept, choice, round_):
+        count, rounds = len(streams["start"]), round_ + 1
+        n, nodes, draft_start = (np.zeros((rounds, count), np.int32) for _ in range(3))
+        start, root, left = (np.zeros(count, np.int32) for _ in range(3))
+        token, hashes = np.zeros((rounds, count, 17), np.int32), np.zeros((rounds, count, 17), np.uint64)
+        logprob, ended = np.zeros((rounds, count, 17), np.float32), np.zeros(1, np.int32)
         self._run("end_round", device, self._i(n), self._i(nodes), self._i(token), self._q(hashes), self._f(logprob),
-                  self._i(start), self._i(root), self._i(left), self._streams(streams), self._trees(trees),
-                  self._kept_rows(kept), self._i(choice["token"]), self._q(choice["hash"]), self._f(choice["logprob"]),
-                  len(choice["token"]))  # fmt: skip
-        return n, nodes, token, hashes, logprob, start, root, left
+                  self._i(draft_start), self._i(ended), self._i(start), self._i(root), self._i(left), round_,
+                  self._streams(streams), self._trees(trees), self._kept_rows(kept), self._i(choice["token"]),
+                  self._q(choice["hash"]), self._f(choice["logprob"]), len(choice["token"]))  # fmt: skip
+        return n, nodes, token, hashes, logprob, draft_start, ended, start, root, left
 
     def kv_commit(self, device, kv, kept, trees, v):
         kv = owned(kv)

@@ -120,6 +120,7 @@ def test_cold_and_cached_prefix(engine, reference, asks):
     ]
     for cold in (True, False, False):
         before = engine.stats()["cached_tokens"]
+        check(engine, reference, [Job(family[-1], "heap", 8, cold)])  # is in the cache when the others come
         check(engine, reference, [Job(a, "heap", 8, cold) for a in family])
         hit = engine.stats()["cached_tokens"] - before
         assert (hit == 0) if cold else (hit > 0)

@@ -68,9 +68,18 @@ def rows_of(rng, n, hidden, count, k, favourite=None):
     }
 
 
-@pytest.mark.parametrize("n, hidden, inter, count, k", [(1, 256, 256, 16, 4), (70, 288, 64, 4, 2), (9, 7168, 64, 3, 2)])
+REAL_SIZES = [
+    (1, 256, 256, 16, 4),  # strips shared by one to eight warps; chunks of 1 .. 16 rows and several of them
+    (70, 288, 64, 4, 2),
+    (9, 7168, 64, 3, 2),
+    (11, 1024, 256, 40, 9),
+    (300, 1024, 256, 5, 2),
+    (9, 7168, 256, 3, 2),  # what a rank of eight of Kimi K2 has of an expert
+]
+
+
+@pytest.mark.parametrize("n, hidden, inter, count, k", REAL_SIZES)
 def test_real_sizes(n, hidden, inter, count, k, probes):
-    """Strips shared by one to eight warps; chunks of 1 .. 16 rows and several of them."""
     rng = np.random.default_rng(n)
     w, s = experts(rng, hidden, inter, count), ref.moe.shape(hidden, inter, count, k)
     for favourite in None, 2:

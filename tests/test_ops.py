@@ -164,6 +164,22 @@ def test_threads_change_no_bit(name, isa, probes):
             assert_same_bits(run(Device(isa, threads), **case), want, f"{threads} threads")
 
 
+def bytes_of(case):
+    """How much a case gives an operation, about."""
+    nested = (a for value in case.values() for a in (value.values() if isinstance(value, dict) else [value]))
+    return sum(a.nbytes for a in nested if isinstance(a, np.ndarray))
+
+
+@pytest.mark.parametrize("name", sorted(ref.OPS))
+def test_repeats_give_the_same_bits(name, probes):
+    """A hundred on a GPU, of the largest case, where most is under way at once."""
+    case = max((case for case, _ in worked(name)), key=bytes_of)
+    run = getattr(probes, name)
+    want = run(Device(threads=2), **case)
+    for _ in range({"cuda": 99, "cpu": 9}[backend.DEVICE]):
+        assert_same_bits(run(Device(threads=2), **case), want, "the same call again")
+
+
 def take(name, case, pick, arguments):
     """The case with only the rows `pick`, in that order."""
     case = dict(case)
@@ -226,12 +242,14 @@ def planted(rng, starts, keys):
     return view, pool
 
 
-@pytest.mark.parametrize("shape", [0, 1])
+@pytest.mark.parametrize("shape", [0, 1, 3])
 def test_attention_does_not_depend_on_the_tree(shape, isa, probes):
     """The row of a position has the same bits as a prompt row, and at any depth below a root at any place."""
     rng = np.random.default_rng(shape)
     s = ref.mla.SHAPES[shape]
     starts = [*range(52), *range(60, 70), *range(110, 132), 255, 256, 257]
+    if shape == 3:  # large rows
+        starts = starts[::5]
     length = max(starts) + 17
     keys = backend.act(ref.base.rand(rng, length, s.kv_row))
     q = backend.act(ref.base.rand(rng, length, s.heads_rank * s.kv_row, std=2))

@@ -20,7 +20,8 @@ def check(probes, spoil=""):
 
 
 def test_this_device_passes(probes):
-    assert {"linear", "logits", "moe", "mla_attention", "draft_attention"} == set(CHECKED)
+    want = {"linear", "logits", "mla_query", "mla_attention", "mla_value", "route", "moe", "draft_attention"}
+    assert want == set(CHECKED)
     check(probes)
 
 

@@ -61,3 +61,34 @@ def test_many_streams_at_once(seed, probes):
     got = build(probes, tables, budgets, Device(threads=2))
     assert got == [(tree.token, tree.parent[1:]) for tree in want]
     assert got[:1] == build(probes, tables[:1], budgets[:1]), "alone as among others"
+
+
+def drafted(rng, depth, width, kind):
+    """Log-probabilities [depth][width] as a drafter's."""
+    vocab = 2000
+    spread = {"sure": 12, "unsure": 3, "flat": 0.05}.get(kind, 4)
+    logits = rng.standard_normal((depth, vocab)) * np.linspace(rng.uniform(0.3, 1), rng.uniform(0.3, 1), depth)[:, None]
+    logits = (logits * spread).astype(np.float32)
+    if kind == "bf16":  # equal logits are common
+        logits = ref.base.f64(ref.base.bf16(logits))
+    if kind == "even":  # many sums are nearly equal
+        logits = -np.arange(vocab) * rng.uniform(0.05, 0.3) + rng.uniform(0, 1e-6, (depth, vocab))
+    if kind == "one":  # one token has nearly all
+        logits[:, 0] += rng.uniform(0, 40, depth).astype(np.float32) + logits.max()
+    logits = -np.sort(-logits.astype(np.float64), axis=1)
+    logits -= logits[:, :1]
+    return (logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)))[:, :width].astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", ["sure", "unsure", "flat", "bf16", "even", "one"])
+@pytest.mark.parametrize("width", [16, 64, 256])
+def test_tables_of_drafters(width, kind, probes):
+    rng = np.random.default_rng(width)
+    tables = []
+    for _ in range(40):
+        depth = int(rng.integers(1, 17))
+        tables.append((np.stack([rng.permutation(width) for _ in range(depth)]), drafted(rng, depth, width, kind)))
+    budgets = rng.integers(1, width + 1, len(tables))
+    budgets[::2] = width
+    want = [ref.tree.heap(*table, budget) for table, budget in zip(tables, budgets, strict=True)]
+    assert build(probes, tables, budgets) == [(tree.token, tree.parent[1:]) for tree in want]

@@ -88,3 +88,20 @@ def test_choices_from_hard_rows(temperature, tp, probes):
         "s": ref.Shape(vocab=vocab, vocab_rank=vocab),
     }
     assert_matches("sample", probes.sample(Device(tp=tp), **case), ref.sample.sample(**case))
+
+
+def test_what_is_unlikely_adds_up(probes):
+    """Tokens far below the best weigh nothing each; all together they are where top-p ends."""
+    vocab, n = 40000, 60
+    logits = np.full((1, vocab), -13.0, np.float32)
+    logits[0, 777] = 0
+    ways = [ref.Sampling(temperature=1.0, top_p=0.99, seed=i) for i in range(n)]
+    case = {
+        "logits": np.tile(logits, (n, 1)),
+        "sampling": ways,
+        "v": prompt_view(3, 1, n),
+        "s": ref.Shape(vocab=vocab, vocab_rank=vocab),
+    }
+    want = ref.sample.sample(**case)
+    assert 0 < (want[0] != 777).sum() < n // 2
+    assert_matches("sample", probes.sample(Device(), **case), want)

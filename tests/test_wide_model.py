@@ -65,4 +65,4 @@ def test_the_default_widths_are_those_of_kimi_k2():
 def test_reading_is_measured(bandwidth, tmp_path):
     read = bandwidth.reader(tmp_path)
     for threads in (1, 3):
-        assert read(1 << 20, threads, 2) > 0
+        assert read(1 << 20, 1 << 16, 12, 4, threads, 2) > 0  # fixed bytes; of 12 pieces four a pass

@@ -1,4 +1,4 @@
-"""Step `evaluate`: everything that is measured on the exported folder -> evaluation/*.json and the folder's golden.json.
+"""Step `evaluate`: everything that is measured on the exported folder -> evaluation/*.json, golden.json, marginals.npz.
 
 Reads the folder as a user would get it, computes in fp32. HumanEval pass@1 is a step of its own (`humaneval`), since it
 runs the programs that the model wrote.
@@ -116,7 +116,7 @@ def run(work: Path, r: Recipe, tokenizer_file: Path, device: str) -> None:
     answers = {name: [job[0] for job in jobs] for name, jobs in greedy.items()}
     texts = {name: [tokenizer.decode(ids) for ids in rows] for name, rows in answers.items()}
     (out / "answers.json").write_text(json.dumps(dict(texts=texts, ids=answers)))
-    np.savez_compressed(out / "marginals.npz", **acceptance.marginals(greedy["humaneval"]))
+    np.savez_compressed(work / "export" / "marginals.npz", **acceptance.marginals(greedy["humaneval"]))
     lead, record = golden(target, sets["humaneval"], answers["humaneval"], min(GOLDEN_TOKENS, r.answers))
     with kd.Engine(work / "export") as engine:  # with its drafter, as the daemon compares it
         record["content_hash"] = f"{engine.info.content_hash:016x}"

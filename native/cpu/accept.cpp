@@ -56,7 +56,7 @@ void tree_accept(const Accepted& out, const Trees& trees, const Choice& choice, 
 
 // A node's depth is its final offset, and its key was rotated for that depth when it was written, so moving needs no
 // rotation. Kept nodes ascend and node[j] >= j, so a row is read before anything is moved over it.
-void kv_commit(Rows kv, const Accepted& kept, const Trees& trees, const View& v, int width) {
+void kv_commit(std::span<const Rows> kv, const Accepted& kept, const Trees& trees, const View& v, int width) {
     parallel_for(v.n_streams, 4, [&](int begin, int end) {
         for (int s = begin; s < end; s++) {
             if (raw(kept.n)[s] == 0) continue;
@@ -64,8 +64,8 @@ void kv_commit(Rows kv, const Accepted& kept, const Trees& trees, const View& v,
             const int32_t* node = kept_nodes(kept, s);
             for (int j = 0; j < raw(kept.n)[s]; j++) {
                 if (node[j] == j) continue;
-                const float* from = raw(kv, round.pool_row(round.prefix + node[j]));
-                std::copy(from, from + width, raw(kv, round.pool_row(round.prefix + j)));
+                const int from = round.pool_row(round.prefix + node[j]), to = round.pool_row(round.prefix + j);
+                for (const Rows& layer : kv) std::copy(raw(layer, from), raw(layer, from) + width, raw(layer, to));
             }
         }
     });

@@ -152,6 +152,20 @@ void replay(uint64_t, const std::function<void()>& body) { body(); }
 
 void forget() {}
 
+void* alloc_shared(size_t bytes) { return alloc(bytes); }
+void release_shared(void* p) { release(p); }
+
+int rounds_at_once() { return 1; }
+
+void loop(uint64_t, const std::function<void()>& body) {
+    Context& c = cpu::bound();
+    c.looping = true;
+    do body();
+    while (c.looping);
+}
+
+bool idle() { return true; }
+
 void upload(void* device, const void* host, size_t bytes) {
     if (bytes) memcpy(device, host, bytes);
 }

@@ -1,15 +1,32 @@
 // The rows of a round, made from the state of its streams, and the state moved on at its end. A few hundred integers: one thread.
 
 #include <algorithm>
+#include <chrono>
 
+#include "device_context.h"
 #include "error.h"
 #include "ops.h"
 #include "raw.h"
 
 namespace kd::ops {
+
+using cpu::bound;
+
 namespace {
 
 constexpr int kPath = KD_MAX_DEPTH + 1;  // rows a round can keep of one stream
+
+uint64_t now_ns() {
+    return static_cast<uint64_t>(std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count());
+}
+
+// When the run and this round began, if this is the first operation of them.
+void mark(const Streams& streams) {
+    uint64_t* marks = raw(streams.run.marks);
+    const uint64_t now = now_ns();
+    if (marks[0] == 0) marks[0] = now;
+    if (marks[1] == 0) marks[1] = now;
+}
 
 bool drafts(const Streams& streams, int s) { return raw(streams.budget)[s] > 0 && raw(streams.left)[s] > 1; }
 
@@ -45,6 +62,7 @@ class Writer {
 }  // namespace
 
 void plan_context(const View& v, Dev<int32_t> counts, Dev<int32_t> ring_row, const Streams& streams, int ring_rows) {
+    mark(streams);
     Writer rows(v);
     for (int s = 0; s < streams.n && !rows.full(); s++) {
         int32_t& waits = raw(streams.draft_start)[s];
@@ -61,6 +79,7 @@ void plan_context(const View& v, Dev<int32_t> counts, Dev<int32_t> ring_row, con
 
 void plan_draft(const View& v, Dev<int32_t> counts, const Drafts& drafted, const Streams& streams, const DraftShape& d,
                 const Shape& shape) {
+    mark(streams);
     Writer rows(v);
     const int depth = std::min(d.depth(), int{KD_MAX_DEPTH});
     for (int s = 0; s < streams.n; s++) {
@@ -79,6 +98,7 @@ void plan_draft(const View& v, Dev<int32_t> counts, const Drafts& drafted, const
 }
 
 void plan_verify(const View& v, Dev<int32_t> counts, const Trees& trees, const Nodes& nodes, const Streams& streams) {
+    mark(streams);
     Writer rows(v);
     for (int s = 0; s < streams.n; s++) {
         const int first = rows.rows(), start = raw(streams.start)[s];
@@ -102,24 +122,56 @@ void plan_verify(const View& v, Dev<int32_t> counts, const Trees& trees, const N
     rows.count(counts);
 }
 
+namespace {
+
+// What stream s is given of its kept rows.
+int give(const Emitted& out, size_t slot, int s, const Streams& streams, int first, const Accepted& kept,
+         const Choice& choice) {
+    const int32_t* stops = raw(streams.stops) + s * kStops;
+    const size_t path = slot * kPath;
+    const int most = raw(kept.n)[s];
+    int n = 0;
+    bool stopped = false;
+    while (n < most && !stopped) {
+        const int row = first + raw(kept.node)[static_cast<size_t>(s) * kPath + static_cast<size_t>(n)];
+        const size_t at = path + static_cast<size_t>(n++);
+        raw(out.token)[at] = raw(choice.token)[row];
+        raw(out.hash)[at] = raw(choice.hash)[row];
+        raw(out.logprob)[at] = raw(choice.logprob)[row];
+        stopped = std::find(stops, stops + kStops, raw(choice.token)[row]) != stops + kStops;
+    }
+    if (n == 0) return 0;
+    raw(streams.start)[s] += n;
+    raw(streams.root)[s] = raw(out.token)[path + static_cast<size_t>(n) - 1];
+    raw(streams.left)[s] = stopped ? 0 : raw(streams.left)[s] - n;
+    return n;
+}
+
+}  // namespace
+
 void end_round(const Emitted& out, const Streams& streams, const Trees& trees, const Accepted& kept,
                const Choice& choice) {
+    const Run& run = streams.run;
+    uint64_t* marks = raw(run.marks);
+    const uint64_t round = marks[2]++;
+    bool more = false;
     for (int s = 0; s < streams.n; s++) {
-        const int n = raw(kept.n)[s], first = raw(trees.first_row)[s];
-        const size_t at = static_cast<size_t>(s) * kPath;
-        raw(out.n)[s] = n;
-        raw(out.nodes)[s] = std::max(0, raw(trees.first_row)[s + 1] - first - 1);
-        if (n == 0) continue;
-        for (size_t j = 0; j < static_cast<size_t>(n); j++) {
-            const int row = first + raw(kept.node)[at + j];
-            raw(out.token)[at + j] = raw(choice.token)[row];
-            raw(out.hash)[at + j] = raw(choice.hash)[row];
-            raw(out.logprob)[at + j] = raw(choice.logprob)[row];
-        }
-        raw(streams.start)[s] += n;
-        raw(streams.root)[s] = raw(out.token)[at + static_cast<size_t>(n) - 1];
-        raw(streams.left)[s] -= n;
+        const size_t slot = static_cast<size_t>(round) * static_cast<size_t>(out.streams) + static_cast<size_t>(s);
+        const int first = raw(trees.first_row)[s];
+        raw(out.n)[slot] = give(out, slot, s, streams, first, kept, choice);
+        raw(out.nodes)[slot] = std::max(0, raw(trees.first_row)[s + 1] - first - 1);
+        raw(out.draft_start)[slot] = raw(streams.draft_start)[s];
+        more = more || raw(streams.left)[s] > 0;
     }
+    const uint64_t now = now_ns();
+    raw(out.times)[2 * round] = marks[1];
+    raw(out.times)[2 * round + 1] = now;
+    marks[1] = 0;
+    const int ended = static_cast<int>(round) + 1;
+    bool& looping = bound().looping;
+    looping = looping && more && ended < kRunRounds && ended < *raw(run.allowed) &&
+              (run.most_ns == 0 || now - marks[0] < run.most_ns);
+    *raw(run.ended) = ended + (looping ? 0 : kRunOver);
 }
 
 }  // namespace kd::ops

@@ -14,8 +14,10 @@ void tree_build(const Nodes& out, Dev<int32_t> token, Dev<float> logprob, const 
             const size_t nodes = static_cast<size_t>(s) * static_cast<size_t>(out.stride);
             const int depths = std::clamp<int>(raw(drafts.depths)[s], 0, KD_MAX_TABLE_DEPTH);
             const size_t table = depths > 0 ? static_cast<size_t>(raw(drafts.row)[s]) * static_cast<size_t>(width) : 0;
-            raw(out.n)[s] = builder.grow(raw(out.token) + nodes, raw(out.parent) + nodes, raw(token) + table,
-                                         raw(logprob) + table, depths, width, std::min(raw(budget)[s], out.stride));
+            const int own = drafts.width ? std::min<int>(raw(drafts.width)[s], width) : width;
+            raw(out.n)[s] =
+                builder.grow(raw(out.token) + nodes, raw(out.parent) + nodes, raw(token) + table, raw(logprob) + table,
+                             depths, own, width, std::min(raw(budget)[s], out.stride));
         }
     });
 }

@@ -1,7 +1,10 @@
 // The end of a round: which rows the target itself would have walked, and moving what they left behind to the front.
 
+#include <algorithm>
+
 #include "error.h"
 #include "launch.h"
+#include "mma.h"
 #include "ops.h"
 #include "raw.h"
 
@@ -29,6 +32,8 @@ constexpr int kAcceptThreads = 256;
 __global__ void __launch_bounds__(kAcceptThreads)
     accept_kernel(AcceptedPtr out, TreesPtr trees, const int32_t* choice, const int32_t* tokens, Number n_streams) {
     __shared__ int next[KD_MAX_NODES + 1];  // the first child that its parent chose
+    wait_for_kernel_before();
+    let_next_kernel_start();
     const int s = blockIdx.x;
     if (s >= n_streams()) return;
     const int first = trees.first_row[s], n = trees.first_row[s + 1] - first;
@@ -66,34 +71,48 @@ struct Round {
     }
 };
 
-// Floor: 2 width bytes of each kept row, read and written. A thread owns a column: it has read all of its pieces before it
-// writes the first, so that rows which are moved onto one another need no barrier.
-constexpr int kCommitThreads = 128;
+// Floor: 4 width bytes of each kept row and layer, that is nothing: it is four loads one after the other. A thread owns a column of a
+// layer. Kept nodes ascend and node[j] >= j, so a row is read before it is moved over, and some rows at a time need no barrier.
+constexpr int kCommitThreads = 256, kMostPools = 128, kCommitRows = 8;
+
+struct Pools {
+    bf16* p[kMostPools];
+    int stride;
+};
 
 template <class Piece>
-__global__ void __launch_bounds__(kCommitThreads)
-    commit_kernel(RowsPtr kv, AcceptedPtr kept, TreesPtr trees, ViewPtr v, int pieces) {
+__global__ void __launch_bounds__(kCommitThreads) commit_kernel(const __grid_constant__ Pools pools, AcceptedPtr kept,
+                                                                TreesPtr trees, ViewPtr v, int layers, int pieces) {
+    wait_for_kernel_before();
+    let_next_kernel_start();
     const int s = blockIdx.y;
     if (s >= v.n_streams()) return;
     const Round round(kept, trees, v, s);
-    if (round.kept == 0) return;
     __shared__ int from[kPath], to[kPath];
+    bool moves = false;
     if (static_cast<int>(threadIdx.x) < round.kept) {
-        const int j = threadIdx.x;
-        from[j] = v.pool_row(round.stream, round.prefix + kept.node[s * kPath + j]);
+        const int j = threadIdx.x, node = kept.node[s * kPath + j];
+        moves = node != j;
+        from[j] = v.pool_row(round.stream, round.prefix + node);
         to[j] = v.pool_row(round.stream, round.prefix + j);
     }
-    __syncthreads();
-    const int column = blockIdx.x * kCommitThreads + threadIdx.x;
-    if (column >= pieces) return;
-    Piece piece[kPath];
+    if (!__syncthreads_or(moves)) return;
+    const int i = blockIdx.x * kCommitThreads + threadIdx.x, layer = i / pieces, column = i % pieces;
+    if (layer >= layers) return;
+    bf16* const pool = pools.p[layer];
+    const auto at = [=](int row) {
+        return reinterpret_cast<Piece*>(pool + static_cast<size_t>(row) * static_cast<size_t>(pools.stride)) + column;
+    };
+    for (int first = 1; first < round.kept; first += kCommitRows) {
+        Piece piece[kCommitRows];
 #pragma unroll
-    for (int j = 1; j < kPath; j++) {
-        if (j < round.kept && from[j] != to[j]) piece[j] = reinterpret_cast<const Piece*>(kv[from[j]])[column];
-    }
+        for (int j = 0; j < kCommitRows; j++) {
+            if (first + j < round.kept) piece[j] = *at(from[first + j]);
+        }
 #pragma unroll
-    for (int j = 1; j < kPath; j++) {
-        if (j < round.kept && from[j] != to[j]) reinterpret_cast<Piece*>(kv[to[j]])[column] = piece[j];
+        for (int j = 0; j < kCommitRows; j++) {
+            if (first + j < round.kept) *at(to[first + j]) = piece[j];
+        }
     }
 }
 
@@ -107,6 +126,8 @@ template <class Piece>
 __global__ void __launch_bounds__(kTapThreads)
     taps_kernel(RowsPtr ring, RowsPtr taps, const int32_t* ring_slot, AcceptedPtr kept, TreesPtr trees, ViewPtr v,
                 int ring_rows, int pieces) {
+    wait_for_kernel_before();
+    let_next_kernel_start();
     const int s = blockIdx.z;
     if (s >= v.n_streams() || static_cast<int>(blockIdx.y) >= kept.n[s]) return;
     const Round round(kept, trees, v, s);
@@ -131,26 +152,38 @@ template <class Piece>
 void keep(RowsPtr ring, RowsPtr taps, const int32_t* ring_slot, const AcceptedPtr& kept, const TreesPtr& trees,
           const View& v, int ring_rows, int pieces) {
     const dim3 grid(ceil_div(pieces, kTapThreads * kTapPieces), kTapRows, v.n_streams.most);
-    launch<taps_kernel<Piece>>(grid, kTapThreads, ring, taps, ring_slot, kept, trees, cuda::raw(v), ring_rows, pieces);
+    launch_as<taps_kernel<Piece>>({.early = true}, grid, kTapThreads, ring, taps, ring_slot, kept, trees, cuda::raw(v),
+                                  ring_rows, pieces);
 }
 
 }  // namespace
 
 void tree_accept(const Accepted& out, const Trees& trees, const Choice& choice, const View& v) {
-    launch<accept_kernel>(v.n_streams.most, kAcceptThreads, raw(out), raw(trees), kd::raw(choice.token),
-                          kd::raw(v.token), number(v.n_streams));
+    launch_as<accept_kernel>({.early = true}, v.n_streams.most, kAcceptThreads, raw(out), raw(trees),
+                             kd::raw(choice.token), kd::raw(v.token), number(v.n_streams));
 }
 
 // A node's depth is its final offset, and its key was rotated for that depth when it was written, so moving needs no
 // rotation.
-void kv_commit(Rows kv, const Accepted& kept, const Trees& trees, const View& v, int width) {
-    if (aligned16(kv) && width % 8 == 0) {
-        const dim3 grid(ceil_div(width / 8, kCommitThreads), v.n_streams.most);
-        launch<commit_kernel<uint4>>(grid, kCommitThreads, cuda::raw(kv), raw(kept), raw(trees), cuda::raw(v),
-                                     width / 8);
-    } else {
-        const dim3 grid(ceil_div(width, kCommitThreads), v.n_streams.most);
-        launch<commit_kernel<bf16>>(grid, kCommitThreads, cuda::raw(kv), raw(kept), raw(trees), cuda::raw(v), width);
+void kv_commit(std::span<const Rows> kv, const Accepted& kept, const Trees& trees, const View& v, int width) {
+    for (size_t first = 0; first < kv.size(); first += kMostPools) {
+        const auto some = kv.subspan(first, std::min<size_t>(kMostPools, kv.size() - first));
+        Pools pools{};
+        pools.stride = some[0].stride;
+        bool aligned = width % 8 == 0;
+        for (size_t i = 0; i < some.size(); i++) {
+            KD_CHECK(some[i].stride == pools.stride);
+            aligned = aligned && aligned16(some[i]);
+            pools.p[i] = cuda::raw(some[i]).p;
+        }
+        const int layers = static_cast<int>(some.size()), pieces = aligned ? width / 8 : width;
+        const dim3 grid(ceil_div(layers * pieces, kCommitThreads), v.n_streams.most);
+        if (aligned)
+            launch_as<commit_kernel<uint4>>({.early = true}, grid, kCommitThreads, pools, raw(kept), raw(trees),
+                                            cuda::raw(v), layers, pieces);
+        else
+            launch_as<commit_kernel<bf16>>({.early = true}, grid, kCommitThreads, pools, raw(kept), raw(trees),
+                                           cuda::raw(v), layers, pieces);
     }
 }
 

@@ -1,6 +1,7 @@
 #include "device.h"
 
 #include <algorithm>
+#include <cstring>
 #include <mutex>
 #include <string>
 #include <unordered_map>
@@ -194,38 +195,74 @@ void release(void* p) {
     cudaFree(p);  // waits for work that may use it; an error of that work shows at the next call
 }
 
+void* alloc_shared(size_t bytes) {
+    void* p = nullptr;
+    // One address for both: every GPU we have code for shares the host's addresses.
+    cuda::check(cudaHostAlloc(&p, std::max<size_t>(bytes, 1), cudaHostAllocPortable | cudaHostAllocMapped),
+                "cudaHostAlloc");
+    memset(p, 0, bytes);
+    return p;
+}
+
+void release_shared(void* p) {
+    if (p) cudaFreeHost(p);
+}
+
 Count known(Count count) { return count; }
 
 namespace {
 
-cudaGraphExec_t record(Context& c, const std::function<void()>& body) {
-    struct Recording {
-        Context& c;
-        cudaGraph_t graph = nullptr;
-        explicit Recording(Context& c) : c(c) {
-            cuda::check(cudaStreamBeginCapture(c.stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
-            c.recording = true;
+// The work that is given to the context's stream meanwhile, as a graph; with `loop`, as the body of a loop in it, which goes
+// round for as long as a kernel sets c.loop.
+class Recording {
+  public:
+    Recording(Context& c, bool loop) : c_(c) {
+        cuda::check(cudaGraphCreate(&graph_, 0), "cudaGraphCreate");
+        cudaGraph_t into = graph_;
+        if (loop) {
+            cuda::check(cudaGraphConditionalHandleCreate(&c.loop, graph_, 1, cudaGraphCondAssignDefault), "a loop");
+            cudaGraphNodeParams node{};
+            node.type = cudaGraphNodeTypeConditional;
+            node.conditional.handle = c.loop;
+            node.conditional.type = cudaGraphCondTypeWhile;
+            node.conditional.size = 1;
+            cudaGraphNode_t made;
+            cuda::check(cudaGraphAddNode(&made, graph_, nullptr, nullptr, 0, &node), "cudaGraphAddNode");
+            into = node.conditional.phGraph_out[0];
         }
-        cudaError_t end() {
-            if (!c.recording) return cudaSuccess;
-            c.recording = false;
-            return cudaStreamEndCapture(c.stream, &graph);
-        }
-        ~Recording() {
-            end();
-            if (graph) cudaGraphDestroy(graph);
-        }
-    } recording(c);
-    body();
-    cuda::check(recording.end(), "cudaStreamEndCapture");
-    cudaGraphExec_t exec = nullptr;
-    cuda::check(cudaGraphInstantiate(&exec, recording.graph, 0), "cudaGraphInstantiate");
-    return exec;
-}
+        cuda::check(
+            cudaStreamBeginCaptureToGraph(c.stream, into, nullptr, nullptr, 0, cudaStreamCaptureModeThreadLocal),
+            "cudaStreamBeginCapture");
+        c.recording = true;
+    }
+    ~Recording() {
+        end();
+        if (graph_) cudaGraphDestroy(graph_);
+    }
+    Recording(const Recording&) = delete;
 
-}  // namespace
+    cudaGraphExec_t finish() {
+        cuda::check(end(), "cudaStreamEndCapture");
+        cudaGraphExec_t exec = nullptr;
+        cuda::check(cudaGraphInstantiate(&exec, graph_, 0), "cudaGraphInstantiate");
+        return exec;
+    }
 
-void replay(uint64_t key, const std::function<void()>& body) {
+  private:
+    cudaError_t end() {
+        c_.loop = 0;
+        if (!c_.recording) return cudaSuccess;
+        c_.recording = false;
+        cudaGraph_t captured = nullptr;
+        return cudaStreamEndCapture(c_.stream, &captured);
+    }
+
+    Context& c_;
+    cudaGraph_t graph_ = nullptr;
+};
+
+// What has run once under a key is recorded the next time: the first run brings scratch memory to its size.
+void replay_or_loop(uint64_t key, const std::function<void()>& body, bool loop) {
     Context& c = cuda::bound();
     // Ranks that meet on the host cannot be recorded.
     if (c.group.tp > 1) return body();
@@ -235,8 +272,27 @@ void replay(uint64_t key, const std::function<void()>& body) {
         c.recorded.emplace(key, nullptr);
         return;
     }
-    if (!found->second) found->second = record(c, body);
+    if (!found->second) {
+        Recording recording(c, loop);
+        body();
+        found->second = recording.finish();
+    }
     cuda::check(cudaGraphLaunch(found->second, c.stream), "cudaGraphLaunch");
+}
+
+}  // namespace
+
+void replay(uint64_t key, const std::function<void()>& body) { replay_or_loop(key, body, false); }
+
+void loop(uint64_t key, const std::function<void()>& body) { replay_or_loop(key, body, true); }
+
+int rounds_at_once() { return kRunRounds; }
+
+bool idle() {
+    const cudaError_t status = cudaStreamQuery(cuda::bound().stream);
+    if (status == cudaErrorNotReady) return false;
+    cuda::check(status, "a round");
+    return true;
 }
 
 void forget() { cuda::bound().forget(); }

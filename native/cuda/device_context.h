@@ -57,6 +57,7 @@ class Context {
     // replay(): a step's first run, by key, is not recorded; it brings scratch memory to its size.
     std::unordered_map<uint64_t, cudaGraphExec_t> recorded;
     bool recording = false;
+    cudaGraphConditionalHandle loop = 0;  // of the loop() that is being recorded
 
     void forget();
 };

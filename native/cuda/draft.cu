@@ -35,6 +35,8 @@ static_assert(kTileKeys == KD_PAGE_TOKENS);
 // A warp a row and head: a lane owns pairs (i, i + pairs), so it can write where it has read.
 __global__ __launch_bounds__(kThreads) void norm_and_turn(RowsPtr x, const float* norm, RopePtr rope, ViewPtr v,
                                                           int heads, float eps) {
+    wait_for_kernel_before();
+    let_next_kernel_start();
     const int item = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarp;
     const int lane = static_cast<int>(threadIdx.x) % kWarp, r = item / heads;
     if (r >= v.n_rows()) return;
@@ -62,6 +64,8 @@ __global__ __launch_bounds__(kThreads) void norm_and_turn(RowsPtr x, const float
 template <bool kVector>
 __global__ __launch_bounds__(kThreads, 8) void append_rows(RowsPtr k_pool, RowsPtr v_pool, RowsPtr k, RowsPtr value,
                                                            ViewPtr v, int width) {
+    wait_for_kernel_before();
+    let_next_kernel_start();
     const int r = static_cast<int>(blockIdx.x);
     if (r >= v.n_rows()) return;
     const int to = v.pool_row(v.stream[r], v.slot[r]);
@@ -274,6 +278,8 @@ template <int kDim>
 __global__ __launch_bounds__(kThreads) void fold_groups(Job job) {
     extern __shared__ __align__(16) char bytes[];
     Shared<kDim>& s = *reinterpret_cast<Shared<kDim>*>(bytes);
+    wait_for_kernel_before();
+    let_next_kernel_start();
     const int rows = min(job.v.n_rows() - job.first_row, job.most_rows);
     if (rows <= 0) return;
     const int tiles = (job.block * job.heads_each() + kTileRows - 1) / kTileRows;
@@ -296,6 +302,8 @@ __global__ __launch_bounds__(kThreads) void fold_groups(Job job) {
 template <int kDim>
 __global__ __launch_bounds__(kThreads, 8) void merge_groups(RowsPtr out, Job job) {
     constexpr int kEach = kDim / kWarp;
+    wait_for_kernel_before();
+    let_next_kernel_start();
     const int item = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarp;
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
     const int row = item / job.heads, head = item % job.heads, r = job.first_row + row;
@@ -357,6 +365,8 @@ __global__ __launch_bounds__(kThreads, 8) void merge_groups(RowsPtr out, Job job
 // Any shape and alignment: a block a row-head. Keys: the context in order, then the block's rows that it sees.
 __global__ __launch_bounds__(kPlainThreads) void attend_rows(RowsPtr out, Job job, int dim, float scale) {
     extern __shared__ __align__(16) char bytes[];
+    wait_for_kernel_before();
+    let_next_kernel_start();
     const int r = static_cast<int>(blockIdx.x) / job.heads, head = static_cast<int>(blockIdx.x) % job.heads;
     if (r >= job.v.n_rows()) return;
     const int kv_head = head / job.heads_each(), first_row = r - r % job.block;
@@ -386,21 +396,20 @@ constexpr size_t kScratchBytes = size_t{256} << 20;  // of partial results; more
 
 template <int kDim>
 void attend(Rows o, Job job, int most_rows) {
-    constexpr size_t kHead = 64;  // floats: mla_attention keeps a counter there
     const size_t row = static_cast<size_t>(job.heads) * static_cast<size_t>(job.parts.groups);
     const int blocks = static_cast<int>(kScratchBytes / (row * (kDim + 2) * sizeof(float))) / job.block;
     job.most_rows = std::min(std::max(blocks, 1) * job.block, most_rows);
     const size_t parts = row * static_cast<size_t>(job.most_rows);
-    float* const scratch = cuda::scratch<float>(Use::attention, kHead + parts * (kDim + 2));
-    job.parts.o = scratch + kHead;
+    job.parts.o = scratch<float>(Use::attention, parts * (kDim + 2));
     job.parts.top_sum = reinterpret_cast<float2*>(job.parts.o + parts * kDim);
     const int tiles = ceil_div(job.block * (job.heads / job.kv_heads), kTileRows);
     for (job.first_row = 0; job.first_row < most_rows; job.first_row += job.most_rows) {
         const int rows = std::min(job.most_rows, most_rows - job.first_row);
         const int items = rows / job.block * job.kv_heads * tiles * job.parts.groups;
-        launch<fold_groups<kDim>, static_cast<int>(sizeof(Shared<kDim>))>(
-            static_cast<unsigned>(std::min(items, 2 * bound().processors)), kThreads, job);
-        launch<merge_groups<kDim>>(static_cast<unsigned>(ceil_div(rows * job.heads, kWarps)), kThreads, raw(o), job);
+        launch_as<fold_groups<kDim>, static_cast<int>(sizeof(Shared<kDim>))>(
+            {.early = true}, static_cast<unsigned>(std::min(items, 2 * bound().processors)), kThreads, job);
+        launch_as<merge_groups<kDim>>({.early = true}, static_cast<unsigned>(ceil_div(rows * job.heads, kWarps)),
+                                      kThreads, raw(o), job);
     }
 }
 
@@ -408,17 +417,19 @@ void attend(Rows o, Job job, int most_rows) {
 
 void head_norm_rope(Rows x, Vec norm, const Rope& rope, const View& v, int heads, int head_dim, float eps) {
     KD_CHECK(rope.pairs * 2 == head_dim);
-    launch<norm_and_turn>(static_cast<unsigned>(ceil_div(v.n_rows.most * heads, kWarps)), kThreads, raw(x), raw(norm),
-                          raw(rope), raw(v), heads, eps);
+    launch_as<norm_and_turn>({.early = true}, static_cast<unsigned>(ceil_div(v.n_rows.most * heads, kWarps)), kThreads,
+                             raw(x), raw(norm), raw(rope), raw(v), heads, eps);
 }
 
 void draft_append(Rows k_pool, Rows v_pool, Rows k, Rows v, const View& view, const DraftShape& d) {
     const int width = d.kv_heads_rank * d.head_dim;
     const unsigned rows = static_cast<unsigned>(view.n_rows.most);
     if (width % 8 == 0 && aligned16(k_pool) && aligned16(v_pool) && aligned16(k) && aligned16(v))
-        launch<append_rows<true>>(rows, kThreads, raw(k_pool), raw(v_pool), raw(k), raw(v), raw(view), width);
+        launch_as<append_rows<true>>({.early = true}, rows, kThreads, raw(k_pool), raw(v_pool), raw(k), raw(v),
+                                     raw(view), width);
     else
-        launch<append_rows<false>>(rows, kThreads, raw(k_pool), raw(v_pool), raw(k), raw(v), raw(view), width);
+        launch_as<append_rows<false>>({.early = true}, rows, kThreads, raw(k_pool), raw(v_pool), raw(k), raw(v),
+                                      raw(view), width);
 }
 
 void draft_attention(Rows o, Rows qkv, Rows k_pool, Rows v_pool, const View& v, int window, const DraftShape& d) {
@@ -445,8 +456,8 @@ void draft_attention(Rows o, Rows qkv, Rows k_pool, Rows v_pool, const View& v, 
         attend<32>(o, job, v.n_rows.most);
     } else {
         KD_CHECK(2 * d.head_dim <= kPlainWidth);
-        launch<attend_rows, kPlainBytes>(static_cast<unsigned>(v.n_rows.most * d.heads_rank), kPlainThreads, raw(o),
-                                         job, d.head_dim, scale);
+        launch_as<attend_rows, kPlainBytes>({.early = true}, static_cast<unsigned>(v.n_rows.most * d.heads_rank),
+                                            kPlainThreads, raw(o), job, d.head_dim, scale);
     }
 }
 

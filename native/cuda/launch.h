@@ -63,13 +63,6 @@ void launch_as(Launch how, dim3 grid, dim3 block, A&&... args) {
     launch_with<kKernel, kDynamic>(how, grid, block, std::forward<A>(args)...);
 }
 
-// A kernel only built for, and chosen on, sm_90.
-template <auto kKernel, int kDynamic = 0, class... A>
-void launch_hopper(dim3 grid, dim3 block, A&&... args) {
-    static_assert(kDynamic + kStaticBytes <= kHopperBlockBytes);
-    launch_with<kKernel, kDynamic>({}, grid, block, std::forward<A>(args)...);
-}
-
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 }  // namespace kd::cuda

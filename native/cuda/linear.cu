@@ -46,6 +46,7 @@ void product(const Product<Out>& p) {
         if (narrow) return run<Tile<2, 2, 1, 64>, true>(p, how);
     }
     if (short_rows) return run<Tile<4, 1, 4, 64>, true>(p, how);
+    if (few && rows <= 128) return run<Tile<2, 2, 1, 64>, true>(p, how);
     if (narrow && rows <= 128) return run<Tile<2, 2, 2, 64>, true>(p, {how.early, true});
     run<Tile<4, 1, 2, 64, 16, 2>, true>(p, {how.early, true});
 }
@@ -57,6 +58,7 @@ __device__ __forceinline__ float gated(float gate, float up) { return gate / (1.
 // grid: pieces of eight elements, rows. Floor: 6 bytes an element / bandwidth.
 template <bool kVector>
 __global__ void __launch_bounds__(kGateThreads) swiglu_kernel(RowsPtr y, RowsPtr x, int width, Number n_rows) {
+    wait_for_kernel_before();
     let_next_kernel_start();
     const int r = blockIdx.y;
     if (r >= n_rows()) return;
@@ -90,9 +92,9 @@ void logits(Dev<float> y, int stride, Rows x, Mat w, Count n_rows) {
 void swiglu(Rows y, Rows x, Count n_rows, int width) {
     const dim3 grid(ceil_div(width, kGateThreads * kColumns), n_rows.most);
     if (width % kColumns == 0 && aligned16(y) && aligned16(x))
-        launch<swiglu_kernel<true>>(grid, kGateThreads, raw(y), raw(x), width, number(n_rows));
+        launch_as<swiglu_kernel<true>>({.early = true}, grid, kGateThreads, raw(y), raw(x), width, number(n_rows));
     else
-        launch<swiglu_kernel<false>>(grid, kGateThreads, raw(y), raw(x), width, number(n_rows));
+        launch_as<swiglu_kernel<false>>({.early = true}, grid, kGateThreads, raw(y), raw(x), width, number(n_rows));
 }
 
 }  // namespace kd::ops

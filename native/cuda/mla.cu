@@ -17,38 +17,39 @@ using namespace cuda;
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kTileRows = 16;      // rows of one matrix product
-constexpr int kBlockRows = 64;     // rows that share a block's weights
+constexpr int kTile = 16;          // rows of one matrix product
 constexpr int kPad = 8;            // elements after a row in shared memory: rows then start in different banks
-constexpr int kQueryColumns = 64;  // latent columns of a block of mla_query, 16 a warp
-constexpr int kMostNope = 256;     // whose k_up tile fits
-constexpr int kValueColumns = 16;  // columns of a block of mla_value; its warps share the latent dimension
-constexpr int kMostLatent = 1024;  // whose v_up tile fits
+constexpr int kQueryRows = 64;     // rows of a block of mla_query
+constexpr int kQueryColumns = 64;  // and latent columns, 16 a warp
+constexpr int kMostNope = 256;     // whose tiles fit
+constexpr int kValueRows = 32;     // rows of a block of mla_value
+constexpr int kValueColumns = 16;  // and columns; its warps share the latent dimension
+constexpr int kMostLatent = 512;   // whose tiles fit
+constexpr int kAppendEach = 4;     // latent elements a thread of mla_append
+
 constexpr int kQueryStride = kQueryColumns + kPad;
-constexpr int kQueryBytes = kMostNope * kQueryStride * static_cast<int>(sizeof(bf16));
-constexpr int kValueTile = kValueColumns * (kMostLatent + kPad);  // elements
-constexpr int kValueBytes =
-    kValueTile * static_cast<int>(sizeof(bf16)) + kWarps * kTileRows * kValueColumns * static_cast<int>(sizeof(float));
+constexpr int kQueryWeights = kMostNope * kQueryStride;  // elements
+constexpr int kQueryBytes = (kQueryWeights + kQueryRows * (kMostNope + kPad)) * static_cast<int>(sizeof(bf16));
 
-__device__ uint32_t word(const bf16* p) { return *reinterpret_cast<const uint32_t*>(p); }
+struct ValueShared {
+    bf16 w[kValueColumns][kMostLatent + kPad], x[kValueRows][kMostLatent + kPad];
+    float part[kWarps][kValueRows][kValueColumns];
+};
 
-// Elements k .. k + 15 of rows r .. r + 15 as the first operand; rows from `end` on are 0 and not read.
-__device__ void load_rows(uint32_t (&a)[4], RowsPtr x, int r, int end, int k) {
-    const int lane = static_cast<int>(threadIdx.x) % kWarp, g = lane / 4, t = lane % 4;
-    const bool low = r + g < end, high = r + g + 8 < end;
-    const bf16 *p = x[r + g] + k + 2 * t, *p8 = x[r + g + 8] + k + 2 * t;
-    a[0] = low ? word(p) : 0;
-    a[1] = high ? word(p8) : 0;
-    a[2] = low ? word(p + 8) : 0;
-    a[3] = high ? word(p8 + 8) : 0;
+// Elements k .. k + 15 of 16 rows in shared memory as the first operand.
+__device__ void first_operand(uint32_t (&a)[4], const bf16* rows, int stride, int k) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    ldmatrix_x4(a, rows + lane % 16 * stride + k + lane / 16 * 8);
 }
 
 // ---- mla_query ------------------------------------------------------------------------------------------------------
 
+// The rope part of a head, of rows begin, begin + step, ...
 __device__ void turn_query(RowsPtr q_lat, RowsPtr q, const RopePtr& rope, const ViewPtr& v, int head, int nope,
-                           int kv_lora, int rope_dim, int begin, int end) {
-    for (int i = static_cast<int>(threadIdx.x); i < (end - begin) * rope.pairs; i += kThreads) {
-        const int r = begin + i / rope.pairs, pair = i % rope.pairs;
+                           int kv_lora, int rope_dim, int begin, int end, int step) {
+    for (int i = static_cast<int>(threadIdx.x);; i += kThreads) {
+        const int r = begin + i / rope.pairs * step, pair = i % rope.pairs;
+        if (r >= end) return;
         const bf16* from = q[r] + head * (nope + rope_dim) + nope + 2 * pair;
         bf16* to = q_lat[r] + head * (kv_lora + rope_dim) + kv_lora + 2 * pair;
         const float2 turned = rope.turn(__bfloat162float(from[0]), __bfloat162float(from[1]), v.position[r], pair);
@@ -57,48 +58,61 @@ __device__ void turn_query(RowsPtr q_lat, RowsPtr q, const RopePtr& rope, const 
     }
 }
 
-// Block x: a head and 64 of its latent columns, or the head's rope part. Block y: 64 rows.
+// Block x: a head and 64 of its latent columns, and of every few rows the rope part; block y: 64 rows.
 __global__ __launch_bounds__(kThreads) void query_tiles(RowsPtr q_lat, RowsPtr q, const bf16* k_up, RopePtr rope,
                                                         ViewPtr v, int nope, int kv_lora, int rope_dim) {
     extern __shared__ __align__(16) bf16 tile[];  // [nope][kQueryStride]
+    bf16* const rows = tile + kQueryWeights;      // [kQueryRows][nope + kPad]
     const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
-    const int tiles = kv_lora / kQueryColumns + 1, head = static_cast<int>(blockIdx.x) / tiles;
+    const int tiles = kv_lora / kQueryColumns, head = static_cast<int>(blockIdx.x) / tiles;
     const int column = static_cast<int>(blockIdx.x) % tiles * kQueryColumns;
-    const int begin = static_cast<int>(blockIdx.y) * kBlockRows, end = min(v.n_rows(), begin + kBlockRows);
-    if (begin >= end) return;
-    if (column == kv_lora) {
-        turn_query(q_lat, q, rope, v, head, nope, kv_lora, rope_dim, begin, end);
-        return;
-    }
     const bf16* w =
         k_up + static_cast<size_t>(head) * static_cast<size_t>(nope) * static_cast<size_t>(kv_lora) + column;
     for (int c = thread; c < nope * (kQueryColumns / 8); c += kThreads) {
         const int k = c / (kQueryColumns / 8), piece = c % (kQueryColumns / 8) * 8;
         cp_async_16(tile + k * kQueryStride + piece, w + static_cast<size_t>(k) * static_cast<size_t>(kv_lora) + piece);
     }
+    wait_for_kernel_before();
+    let_next_kernel_start();
+    const int begin = static_cast<int>(blockIdx.y) * kQueryRows, end = min(v.n_rows(), begin + kQueryRows);
+    const int stride = nope + kPad, pieces = nope / 8, used = (max(end - begin, 0) + kTile - 1) / kTile;
+    for (int c = thread; c < used * kTile * pieces; c += kThreads) {
+        const int r = c / pieces, piece = c % pieces * 8;
+        const bool there = begin + r < end;
+        cp_async_16(rows + r * stride + piece, q[there ? begin + r : begin] + head * (nope + rope_dim) + piece, there);
+    }
     cp_async_commit();
+    if (begin < end)
+        turn_query(q_lat, q, rope, v, head, nope, kv_lora, rope_dim, begin + column / kQueryColumns, end, tiles);
     cp_async_wait<0>();
     __syncthreads();
 
-    q.p += head * (nope + rope_dim);
-    q_lat.p += head * (kv_lora + rope_dim) + column + warp * 16;
+    constexpr int kTiles = kQueryRows / kTile;
     const bf16* mine = tile + (lane % 16) * kQueryStride + warp * 16 + lane / 16 * 8;
-    const int g = lane / 4, t = lane % 4;
-    for (int r = begin; r < end; r += kTileRows) {
-        float d[2][4] = {};
+    float d[kTiles][2][4] = {};
 #pragma unroll 4
-        for (int k = 0; k < nope; k += 16) {
-            uint32_t a[4], b[4];
-            load_rows(a, q, r, end, k);
-            ldmatrix_x4_trans(b, mine + k * kQueryStride);
-            mma_bf16(d[0], a, {b[0], b[1]});
-            mma_bf16(d[1], a, {b[2], b[3]});
-        }
+    for (int k = 0; k < nope; k += 16) {
+        uint32_t b[4];
+        ldmatrix_x4_trans(b, mine + k * kQueryStride);
 #pragma unroll
-        for (int j = 0; j < 2; j++) {
-            if (r + g < end) *reinterpret_cast<uint32_t*>(q_lat[r + g] + 8 * j + 2 * t) = pack_bf16(d[j][0], d[j][1]);
-            if (r + g + 8 < end)
-                *reinterpret_cast<uint32_t*>(q_lat[r + g + 8] + 8 * j + 2 * t) = pack_bf16(d[j][2], d[j][3]);
+        for (int m = 0; m < kTiles; m++) {
+            if (m >= used) break;
+            uint32_t a[4];
+            first_operand(a, rows + m * kTile * stride, stride, k);
+            mma_bf16(d[m][0], a, {b[0], b[1]});
+            mma_bf16(d[m][1], a, {b[2], b[3]});
+        }
+    }
+    q_lat.p += head * (kv_lora + rope_dim) + column + warp * 16 + lane % 4 * 2;
+#pragma unroll
+    for (int m = 0; m < kTiles; m++) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int r = begin + m * kTile + h * 8 + lane / 4;
+            if (r >= end) continue;
+#pragma unroll
+            for (int j = 0; j < 2; j++)
+                *reinterpret_cast<uint32_t*>(q_lat[r] + 8 * j) = pack_bf16(d[m][j][2 * h], d[m][j][2 * h + 1]);
         }
     }
 }
@@ -108,9 +122,11 @@ __global__ __launch_bounds__(kThreads) void query_plain(RowsPtr q_lat, RowsPtr q
                                                         ViewPtr v, int nope, int kv_lora, int rope_dim) {
     const int r = static_cast<int>(blockIdx.y), tiles = (kv_lora + kThreads - 1) / kThreads + 1;
     const int head = static_cast<int>(blockIdx.x) / tiles, tile = static_cast<int>(blockIdx.x) % tiles;
+    wait_for_kernel_before();
+    let_next_kernel_start();
     if (r >= v.n_rows()) return;
     if (tile == tiles - 1) {
-        turn_query(q_lat, q, rope, v, head, nope, kv_lora, rope_dim, r, r + 1);
+        turn_query(q_lat, q, rope, v, head, nope, kv_lora, rope_dim, r, r + 1, 1);
         return;
     }
     const int c = tile * kThreads + static_cast<int>(threadIdx.x);
@@ -127,10 +143,41 @@ __global__ __launch_bounds__(kThreads) void query_plain(RowsPtr q_lat, RowsPtr q
 
 // ---- mla_append -----------------------------------------------------------------------------------------------------
 
-// A block a row.
+// A block a row, four elements a thread; all that can be asked for is asked for at once.
+__global__ __launch_bounds__(kThreads) void append_vectors(RowsPtr kv, RowsPtr kv_a, const float* norm, RopePtr rope,
+                                                           ViewPtr v, int kv_lora, float eps) {
+    const int r = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x), c = thread * kAppendEach;
+    const bool mine = c < kv_lora;
+    const float4 n = mine ? *reinterpret_cast<const float4*>(norm + c) : float4{};
+    wait_for_kernel_before();
+    let_next_kernel_start();
+    if (r >= v.n_rows()) return;
+    const bf16* from = kv_a[r];
+    const uint2 x = mine ? *reinterpret_cast<const uint2*>(from + c) : uint2{};
+    const int pair = kThreads - 1 - thread;  // of the last threads: the first have the latent part
+    const uint32_t both = pair < rope.pairs ? *reinterpret_cast<const uint32_t*>(from + kv_lora + 2 * pair) : 0;
+    const int position = v.position[r];
+    bf16* to = kv[v.pool_row(v.stream[r], v.slot[r])];
+    if (pair < rope.pairs) {
+        const float2 turned = rope.turn(low_bf16(both), high_bf16(both), position, pair);
+        *reinterpret_cast<uint32_t*>(to + kv_lora + 2 * pair) = pack_bf16(turned.x, turned.y);
+    }
+    const float f[kAppendEach] = {low_bf16(x.x), high_bf16(x.x), low_bf16(x.y), high_bf16(x.y)};
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < kAppendEach; i++) sum = __fmaf_rn(f[i], f[i], sum);
+    const float scale = 1.0f / sqrtf(block_sum<kThreads>(sum) / static_cast<float>(kv_lora) + eps);
+    if (mine)
+        *reinterpret_cast<uint2*>(to + c) = {pack_bf16(f[0] * scale * n.x, f[1] * scale * n.y),
+                                             pack_bf16(f[2] * scale * n.z, f[3] * scale * n.w)};
+}
+
+// The same of any size and alignment.
 __global__ __launch_bounds__(kThreads) void append_rows(RowsPtr kv, RowsPtr kv_a, const float* norm, RopePtr rope,
                                                         ViewPtr v, int kv_lora, float eps) {
     const int r = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
+    wait_for_kernel_before();
+    let_next_kernel_start();
     if (r >= v.n_rows()) return;
     const bf16* from = kv_a[r];
     bf16* to = kv[v.pool_row(v.stream[r], v.slot[r])];
@@ -152,65 +199,82 @@ __global__ __launch_bounds__(kThreads) void append_rows(RowsPtr kv, RowsPtr kv_a
 
 // ---- mla_value ------------------------------------------------------------------------------------------------------
 
-// Block x: 16 columns of a head; block y: 64 rows. Each warp takes a quarter of the latent dimension, the quarters are added in
+// Block x: 16 columns of a head; block y: 32 rows. Each warp takes a quarter of the latent dimension, the quarters are added in
 // order.
 __global__ __launch_bounds__(kThreads) void value_tiles(RowsPtr o, RowsPtr o_lat, const bf16* v_up, Number n_rows,
                                                         int kv_lora, int v_head) {
-    extern __shared__ __align__(16) bf16 tile[];  // [kValueColumns][kv_lora + kPad]
-    const auto part = reinterpret_cast<float (*)[kTileRows][kValueColumns]>(tile + kValueTile);  // [kWarps]
+    extern __shared__ __align__(16) char bytes[];
+    ValueShared& s = *reinterpret_cast<ValueShared*>(bytes);
     const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
     const int first = static_cast<int>(blockIdx.x) * kValueColumns, head = first / v_head;  // rows of v_up
-    const int begin = static_cast<int>(blockIdx.y) * kBlockRows, end = min(n_rows(), begin + kBlockRows);
-    if (begin >= end) return;
-    const int stride = kv_lora + kPad, pieces = kv_lora / 8;
+    const int pieces = kv_lora / 8;
     const bf16* w = v_up + static_cast<size_t>(first) * static_cast<size_t>(kv_lora);
     for (int c = thread; c < kValueColumns * pieces; c += kThreads)
-        cp_async_16(tile + c / pieces * stride + c % pieces * 8, w + static_cast<size_t>(c) * 8);
+        cp_async_16(&s.w[c / pieces][c % pieces * 8], w + static_cast<size_t>(c) * 8);
+    wait_for_kernel_before();
+    let_next_kernel_start();
+    const int begin = static_cast<int>(blockIdx.y) * kValueRows, end = min(n_rows(), begin + kValueRows);
+    const int used = (max(end - begin, 0) + kTile - 1) / kTile;
+    for (int c = thread; c < used * kTile * pieces; c += kThreads) {
+        const int r = c / pieces, piece = c % pieces * 8;
+        const bool there = begin + r < end;
+        cp_async_16(&s.x[r][piece], o_lat[there ? begin + r : begin] + head * kv_lora + piece, there);
+    }
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();
 
-    o_lat.p += head * kv_lora;
+    constexpr int kTiles = kValueRows / kTile;
     const int steps = kv_lora / 16, each = (steps + kWarps - 1) / kWarps;
     const int k_begin = min(warp * each, steps) * 16, k_end = min((warp + 1) * each, steps) * 16;
-    const bf16* mine = tile + (lane % 8 + lane / 16 * 8) * stride + lane / 8 % 2 * 8;
-    const int g = lane / 4, t = lane % 4;
-    for (int r = begin; r < end; r += kTileRows) {
-        float d[2][4] = {};
+    const bf16* mine = &s.w[lane % 8 + lane / 16 * 8][lane / 8 % 2 * 8];
+    float d[kTiles][2][4] = {};
 #pragma unroll 4
-        for (int k = k_begin; k < k_end; k += 16) {
-            uint32_t a[4], b[4];
-            load_rows(a, o_lat, r, end, k);
-            ldmatrix_x4(b, mine + k);
-            mma_bf16(d[0], a, {b[0], b[1]});
-            mma_bf16(d[1], a, {b[2], b[3]});
-        }
+    for (int k = k_begin; k < k_end; k += 16) {
+        uint32_t b[4];
+        ldmatrix_x4(b, mine + k);
 #pragma unroll
-        for (int j = 0; j < 2; j++) {
-            *reinterpret_cast<float2*>(&part[warp][g][8 * j + 2 * t]) = {d[j][0], d[j][1]};
-            *reinterpret_cast<float2*>(&part[warp][g + 8][8 * j + 2 * t]) = {d[j][2], d[j][3]};
+        for (int m = 0; m < kTiles; m++) {
+            if (m >= used) break;
+            uint32_t a[4];
+            first_operand(a, s.x[m * kTile], kMostLatent + kPad, k);
+            mma_bf16(d[m][0], a, {b[0], b[1]});
+            mma_bf16(d[m][1], a, {b[2], b[3]});
         }
-        __syncthreads();
-        const int row = thread / (kValueColumns / 2), column = thread % (kValueColumns / 2) * 2;
-        if (r + row < end) {
-            float low = part[0][row][column], high = part[0][row][column + 1];
-#pragma unroll
-            for (int i = 1; i < kWarps; i++) {
-                low += part[i][row][column];
-                high += part[i][row][column + 1];
-            }
-            *reinterpret_cast<uint32_t*>(o[r + row] + first + column) = pack_bf16(low, high);
-        }
-        __syncthreads();
     }
+#pragma unroll
+    for (int m = 0; m < kTiles; m++) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float* to = &s.part[warp][m * kTile + h * 8 + lane / 4][lane % 4 * 2];
+#pragma unroll
+            for (int j = 0; j < 2; j++) *reinterpret_cast<float2*>(to + 8 * j) = {d[m][j][2 * h], d[m][j][2 * h + 1]};
+        }
+    }
+    __syncthreads();
+    constexpr int kEach = kValueColumns * kValueRows / kThreads;
+    static_assert(kEach == 4);
+    const int row = thread / (kValueColumns / kEach), column = thread % (kValueColumns / kEach) * kEach;
+    if (begin + row >= end) return;
+    float4 sum = *reinterpret_cast<const float4*>(&s.part[0][row][column]);
+#pragma unroll
+    for (int i = 1; i < kWarps; i++) {
+        const float4 more = *reinterpret_cast<const float4*>(&s.part[i][row][column]);
+        sum.x += more.x;
+        sum.y += more.y;
+        sum.z += more.z;
+        sum.w += more.w;
+    }
+    *reinterpret_cast<uint2*>(o[begin + row] + first + column) = {pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w)};
 }
-static_assert(kThreads * 2 == kTileRows * kValueColumns);
 
 // Any size and alignment: a warp an element. Block x: four columns; block y: a row.
 __global__ __launch_bounds__(kThreads) void value_plain(RowsPtr o, RowsPtr o_lat, const bf16* v_up, Number n_rows,
                                                         int columns, int kv_lora, int v_head) {
     const int r = static_cast<int>(blockIdx.y), lane = static_cast<int>(threadIdx.x) % kWarp;
     const int column = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarp;
+    wait_for_kernel_before();
+    let_next_kernel_start();
     if (r >= n_rows() || column >= columns) return;
     const bf16* x = o_lat[r] + column / v_head * kv_lora;
     const bf16* w = v_up + static_cast<size_t>(column) * static_cast<size_t>(kv_lora);
@@ -229,20 +293,26 @@ void mla_query(Rows q_lat, Rows q, Mat k_up, const Rope& rope, const View& v, co
     const bool tiled = s.nope % 16 == 0 && s.nope <= kMostNope && s.kv_lora % kQueryColumns == 0 && s.rope % 2 == 0 &&
                        aligned16(q) && aligned16(q_lat) && aligned16(k_up.w);
     if (tiled) {
-        const dim3 grid(grid_of(s.heads_rank * (s.kv_lora / kQueryColumns + 1)),
-                        grid_of(ceil_div(v.n_rows.most, kBlockRows)));
-        launch<query_tiles, kQueryBytes>(grid, kThreads, raw(q_lat), raw(q), weights(k_up), raw(rope), raw(v), s.nope,
-                                         s.kv_lora, s.rope);
+        const dim3 grid(grid_of(s.heads_rank * (s.kv_lora / kQueryColumns)),
+                        grid_of(ceil_div(v.n_rows.most, kQueryRows)));
+        launch_as<query_tiles, kQueryBytes>({.early = true}, grid, kThreads, raw(q_lat), raw(q), weights(k_up),
+                                            raw(rope), raw(v), s.nope, s.kv_lora, s.rope);
     } else {
         const dim3 grid(grid_of(s.heads_rank * (ceil_div(s.kv_lora, kThreads) + 1)), grid_of(v.n_rows.most));
-        launch<query_plain>(grid, kThreads, raw(q_lat), raw(q), weights(k_up), raw(rope), raw(v), s.nope, s.kv_lora,
-                            s.rope);
+        launch_as<query_plain>({.early = true}, grid, kThreads, raw(q_lat), raw(q), weights(k_up), raw(rope), raw(v),
+                               s.nope, s.kv_lora, s.rope);
     }
 }
 
 void mla_append(Rows kv, Rows kv_a, Vec norm, const Rope& rope, const View& v, const Shape& s) {
-    launch<append_rows>(grid_of(v.n_rows.most), kThreads, raw(kv), raw(kv_a), raw(norm), raw(rope), raw(v), s.kv_lora,
-                        s.rms_eps_lora);
+    const bool vectors = s.kv_lora % kAppendEach == 0 && s.kv_lora <= kThreads * kAppendEach &&
+                         s.rope / 2 <= kThreads && aligned16(kv) && aligned16(kv_a) && aligned16(norm);
+    if (vectors)
+        launch_as<append_vectors>({.early = true}, grid_of(v.n_rows.most), kThreads, raw(kv), raw(kv_a), raw(norm),
+                                  raw(rope), raw(v), s.kv_lora, s.rms_eps_lora);
+    else
+        launch_as<append_rows>({.early = true}, grid_of(v.n_rows.most), kThreads, raw(kv), raw(kv_a), raw(norm),
+                               raw(rope), raw(v), s.kv_lora, s.rms_eps_lora);
 }
 
 void mla_value(Rows o, Rows o_lat, Mat v_up, Count n_rows, const Shape& s) {
@@ -250,13 +320,13 @@ void mla_value(Rows o, Rows o_lat, Mat v_up, Count n_rows, const Shape& s) {
     const bool tiled = s.kv_lora % 16 == 0 && s.kv_lora <= kMostLatent && s.v_head % kValueColumns == 0 &&
                        aligned16(o) && aligned16(o_lat) && aligned16(v_up.w);
     if (tiled) {
-        const dim3 grid(grid_of(columns / kValueColumns), grid_of(ceil_div(n_rows.most, kBlockRows)));
-        launch<value_tiles, kValueBytes>(grid, kThreads, raw(o), raw(o_lat), weights(v_up), number(n_rows), s.kv_lora,
-                                         s.v_head);
+        const dim3 grid(grid_of(columns / kValueColumns), grid_of(ceil_div(n_rows.most, kValueRows)));
+        launch_as<value_tiles, static_cast<int>(sizeof(ValueShared))>(
+            {.early = true}, grid, kThreads, raw(o), raw(o_lat), weights(v_up), number(n_rows), s.kv_lora, s.v_head);
     } else {
         const dim3 grid(grid_of(ceil_div(columns, kWarps)), grid_of(n_rows.most));
-        launch<value_plain>(grid, kThreads, raw(o), raw(o_lat), weights(v_up), number(n_rows), columns, s.kv_lora,
-                            s.v_head);
+        launch_as<value_plain>({.early = true}, grid, kThreads, raw(o), raw(o_lat), weights(v_up), number(n_rows),
+                               columns, s.kv_lora, s.v_head);
     }
 }
 

@@ -3,12 +3,15 @@
 // Floor: the keys of a stream once, 1,152 bytes each at 4 TB/s (2.4 us at 8k, 9.4 us at 32k), or 2 * (576 + 512) operations a row,
 // head and key: 64 rows of 8 heads at 8k are 9.1 Gflop.
 //
-// Two kernels. The first (mla_fold.h) folds keys below B(position) (whole_keys) into partial results, group by group. The
-// second merges a row-head's groups in order and folds its last keys, one by one.
+// Two kernels. The first (mla_fold.h; mla_wide.h on sm_90) folds keys below B(position) (whole_keys) into partial results, group by
+// group. The second (mla_merge.h) merges a row-head's groups in order and folds its last keys, one by one.
 #include <algorithm>
+#include <utility>
 
 #include "attend_plain.h"
 #include "mla_fold.h"
+#include "mla_merge.h"
+#include "mla_wide.h"
 #include "ops.h"
 
 namespace kd::ops {
@@ -19,105 +22,10 @@ using namespace cuda;
 
 constexpr size_t kScratchBytes = size_t{256} << 20;  // of partial results; more rows take several launches
 
-// ---- merging and the last keys ------------------------------------------------------------------------------------------
-
-constexpr int kMergeThreads = 256;
-
-template <class K>
-struct MergeShared {
-    bf16 key[kMostTail][K::kStride];
-    float score[kMostTail];
-    int row[kMostTail];  // of the pool
-};
-
-// A block a row-head, two columns a thread.
-template <class K>
-__global__ __launch_bounds__(kMergeThreads) void merge_groups(RowsPtr o_lat, FoldJob job) {
-    extern __shared__ __align__(16) char bytes[];
-    MergeShared<K>& s = *reinterpret_cast<MergeShared<K>*>(bytes);
-    if (blockIdx.x == 0 && threadIdx.x == 0) *job.next = 0;
-    const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
-    const int row = static_cast<int>(blockIdx.x) / job.heads, head = static_cast<int>(blockIdx.x) % job.heads;
-    const int r = job.first_row + row;
-    if (r >= job.v.n_rows()) return;
-    const int position = job.v.position[r], whole = whole_keys(position), tail = position + 1 - whole;
-
-    // 32 groups at once, the first on their way while the last keys are looked up.
-    const bool mine = 2 * thread < K::kKv;
-    const int groups = groups_below(whole);
-    const size_t part = static_cast<size_t>(row * job.heads + head) * static_cast<size_t>(job.parts.groups);
-    float2 v[kWarp], top_sum{};
-    const auto load_parts = [&](int first) {
-        const int n = groups - first;
-        top_sum = lane < n ? job.parts.top_sum[part + static_cast<size_t>(first + lane)] : float2{-INFINITY, 0.0f};
-        const float* from = job.parts.o + (part + static_cast<size_t>(first)) * K::kKv + 2 * thread;
-#pragma unroll
-        for (int j = 0; j < kWarp; j++)
-            v[j] = mine && j < n ? *reinterpret_cast<const float2*>(from + j * K::kKv) : float2{};
-    };
-    load_parts(0);
-
-    if (thread < tail) {
-        const int slot = key_slot(whole + thread, job.v.prefix[r], job.v.mask + static_cast<size_t>(r) * kMaskWords);
-        s.row[thread] = job.v.pool_row(job.v.stream[r], slot);
-    }
-    __syncthreads();
-    constexpr int kPieces = K::kRow / 8;
-    for (int c = thread; c < tail * kPieces; c += kMergeThreads) {
-        const int k = c / kPieces, piece = c % kPieces * 8;
-        cp_async_16(&s.key[k][piece], job.kv[s.row[k]] + piece);
-    }
-    cp_async_commit();
-
-    float o[2] = {};
-    float top = -INFINITY, sum = 0;
-    for (int first = 0; first < groups; first += kWarp) {
-        if (first > 0) load_parts(first);
-        const Fold f = fold_weights(top, top_sum.x);
-#pragma unroll
-        for (int j = 0; j < kWarp; j++) {
-            if (first + j >= groups) break;
-            const float keep = __shfl_sync(0xffffffffu, f.keep, j), take = __shfl_sync(0xffffffffu, f.take, j);
-            sum = __fmaf_rn(take, __shfl_sync(0xffffffffu, top_sum.y, j), sum * keep);
-            o[0] = __fmaf_rn(take, v[j].x, o[0] * keep);
-            o[1] = __fmaf_rn(take, v[j].y, o[1] * keep);
-        }
-    }
-
-    cp_async_wait<0>();
-    __syncthreads();
-    const bf16* q = job.q[r] + head * K::kRow;
-    for (int k = warp; k < tail; k += kMergeThreads / kWarp) {
-        float dot = 0;
-        for (int c = lane; c < kPieces; c += kWarp) {
-            const uint4 a = load16(q + c * 8), b = load16(&s.key[k][c * 8]);
-            const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                dot = __fmaf_rn(low_bf16(x[i]), low_bf16(y[i]), dot);
-                dot = __fmaf_rn(high_bf16(x[i]), high_bf16(y[i]), dot);
-            }
-        }
-        dot = warp_sum(dot);
-        if (lane == 0) s.score[k] = dot * job.scale;
-    }
-    __syncthreads();
-    static_assert(kMostTail == kWarp);
-    const Fold f = fold_weights(top, lane < tail ? s.score[lane] : -INFINITY);
-    for (int k = 0; k < tail; k++) {
-        const float keep = __shfl_sync(0xffffffffu, f.keep, k), take = __shfl_sync(0xffffffffu, f.take, k);
-        sum = __fmaf_rn(sum, keep, take);
-        const uint32_t value = mine ? *reinterpret_cast<const uint32_t*>(&s.key[k][2 * thread]) : 0;
-        o[0] = __fmaf_rn(take, low_bf16(value), o[0] * keep);
-        o[1] = __fmaf_rn(take, high_bf16(value), o[1] * keep);
-    }
-    if (mine) *reinterpret_cast<uint32_t*>(o_lat[r] + head * K::kKv + 2 * thread) = pack_bf16(o[0] / sum, o[1] / sum);
-}
-
 // ---- any shape and alignment ----------------------------------------------------------------------------------------------
 
 // A block a row-head.
-__global__ __launch_bounds__(kPlainThreads) void attend_rows(RowsPtr o_lat, FoldJob job, int kv_lora, int kv_row,
+__global__ __launch_bounds__(kPlainThreads) void attend_rows(RowsPtr o_lat, MergeJob job, int kv_lora, int kv_row,
                                                              float scale) {
     extern __shared__ __align__(16) char bytes[];
     const int r = static_cast<int>(blockIdx.x) / job.heads, head = static_cast<int>(blockIdx.x) % job.heads;
@@ -131,47 +39,103 @@ __global__ __launch_bounds__(kPlainThreads) void attend_rows(RowsPtr o_lat, Fold
 }
 
 template <class S>
-void fold(int row_heads, const FoldJob& job) {
+void fold(const FoldJob& job) {
     const dim3 blocks(static_cast<unsigned>(bound().processors));
     constexpr int kBytes = static_cast<int>(sizeof(S));
-    const auto with = [&]<int kM>() {
-        if constexpr (kBytes + kStaticBytes > kBlockBytes)
-            launch_hopper<fold_groups<S, kM>, kBytes>(blocks, kFoldThreads, job);
-        else
-            launch<fold_groups<S, kM>, kBytes>(blocks, kFoldThreads, job);
-    };
+    const int row_heads = job.most_rows * job.heads;
     if (row_heads <= 16)
-        with.template operator()<1>();
+        launch_as<fold_groups<S, 1>, kBytes>({.early = true}, blocks, kFoldThreads, job);
     else if (row_heads <= 32)
-        with.template operator()<2>();
+        launch_as<fold_groups<S, 2>, kBytes>({.early = true}, blocks, kFoldThreads, job);
     else
-        with.template operator()<4>();
+        launch_as<fold_groups<S, 4>, kBytes>({.early = true}, blocks, kFoldThreads, job);
 }
 
-template <class K>
-void attend(Rows o_lat, FoldJob job, int most_rows, int heads) {
-    const size_t row = static_cast<size_t>(heads) * static_cast<size_t>(job.parts.groups);
-    const size_t fit = kScratchBytes / (row * (K::kKv + 2) * sizeof(float));
-    const int tiles = ceil_div(heads, kMostRowHeads);  // of a row of its own
+constexpr size_t bytes_of_part(int columns, size_t each) {
+    return static_cast<size_t>(columns) * each + sizeof(float2);
+}
+
+// How many rows' partial results have room at once.
+template <class Part>
+int fitting_rows(const MergeJob& job, int columns) {
+    const size_t row = static_cast<size_t>(job.heads) * static_cast<size_t>(job.groups);
+    return static_cast<int>(
+        std::clamp<size_t>(kScratchBytes / (row * bytes_of_part(columns, sizeof(Part))), 1, 1 << 20));
+}
+// That room: (sums of scores, sums of values).
+template <class Part>
+std::pair<float2*, Part*> room(const MergeJob& job, int columns, int rows) {
+    const size_t parts = static_cast<size_t>(rows) * static_cast<size_t>(job.heads) * static_cast<size_t>(job.groups);
+    char* const from = cuda::scratch<char>(Use::attention, parts * bytes_of_part(columns, sizeof(Part)));
+    return {reinterpret_cast<float2*>(from + parts * static_cast<size_t>(columns) * sizeof(Part)),
+            reinterpret_cast<Part*>(from)};
+}
+
+template <class K, class Part, auto groups_of>
+void merge(Rows o_lat, const MergeJob& job, int rows) {
+    launch_as<merge_groups<K, Part, groups_of>, static_cast<int>(sizeof(MergeShared<K>))>(
+        {.early = true}, static_cast<unsigned>(rows * job.heads), kMergeThreads, raw(o_lat), job);
+}
+
+template <class S>
+void attend(Rows o_lat, MergeJob job, int most_rows) {
+    using K = typename S::K;
+    job.groups = groups_below(job.v.max_pages * KD_PAGE_TOKENS);
+    const int tiles = ceil_div(job.heads, kMostRowHeads);  // of a row of its own
     KD_CHECK(tiles <= kMostTiles);
-    job.most_rows = static_cast<int>(std::clamp<size_t>(fit, 1, static_cast<size_t>(kMostTiles / tiles)));
-    job.most_rows = std::min(job.most_rows, most_rows);
-    constexpr size_t kHead = 64;  // floats: the counter, and room that keeps the rest aligned
-    const size_t parts = row * static_cast<size_t>(job.most_rows);
-    float* const scratch = cuda::scratch<float>(Use::attention, kHead + parts * (K::kKv + 2));
-    job.next = reinterpret_cast<int*>(scratch);
-    job.parts.o = scratch + kHead;
-    job.parts.top_sum = reinterpret_cast<float2*>(job.parts.o + parts * K::kKv);
-    // The same bits either way: more of the same steps are on their way where a block has room for them.
-    const bool hopper = bound().group.name == "sm_90";
-    for (job.first_row = 0; job.first_row < most_rows; job.first_row += job.most_rows) {
-        const int row_heads = std::min(job.most_rows, most_rows - job.first_row) * heads;
-        if (hopper)
-            fold<FoldShared<K, 8, 2>>(row_heads, job);
-        else
-            fold<FoldShared<K, 4, 1>>(row_heads, job);
-        launch<merge_groups<K>, static_cast<int>(sizeof(MergeShared<K>))>(static_cast<unsigned>(row_heads),
-                                                                          kMergeThreads, raw(o_lat), job);
+    const int each = std::min({fitting_rows<float>(job, K::kKv), kMostTiles / tiles, most_rows});
+    const auto [top_sum, o] = room<float>(job, K::kKv, each);
+    job.top_sum = top_sum;
+    job.o = o;
+    for (; job.first_row < most_rows; job.first_row += each) {
+        const int rows = std::min(each, most_rows - job.first_row);
+        fold<S>({job.q, job.kv, job.v, {top_sum, o, job.groups}, job.heads, job.first_row, rows, job.scale});
+        merge<K, float, groups_below>(o_lat, job, rows);
+    }
+}
+
+// A page of keys as boxes of 64 columns, some at a time: [box][row][column].
+CUtensorMap boxes_of(const Rows& kv) {
+    using Encode = CUresult(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                            const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+    static Encode* const encode = [] {
+        void* found = nullptr;
+        cudaDriverEntryPointQueryResult result{};
+        check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result),
+              "cuTensorMapEncodeTiled");
+        KD_CHECK(found && result == cudaDriverEntryPointSuccess);
+        return reinterpret_cast<Encode*>(found);
+    }();
+    CUtensorMap map;
+    constexpr cuuint32_t kColumns = 64;
+    const cuuint64_t sizes[3] = {kColumns, cuuint64_t{1} << 31, kBoxes};  // rows: so many that no page is out of bounds
+    const cuuint64_t strides[2] = {static_cast<cuuint64_t>(kv.stride) * sizeof(bf16), kColumns * sizeof(bf16)};
+    const cuuint32_t box[3] = {kColumns, KD_PAGE_TOKENS, kBoxesCopied}, steps[3] = {1, 1, 1};
+    KD_CHECK(encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, raw(kv).p, sizes, strides, box, steps,
+                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS);
+    return map;
+}
+
+using WideKey = KeyShape<kWideKv, kWideRow - kWideKv>;
+
+void attend_wide(Rows o_lat, const Rows& kv, MergeJob job, int most_rows) {
+    job.groups = most_wide_groups(job.v.max_pages * KD_PAGE_TOKENS);
+    const int tiles = ceil_div(job.heads, kTileRows);
+    KD_CHECK(tiles <= kWideTiles);
+    const int each =
+        std::min({fitting_rows<bf16>(job, kWideKv), wide_rows(job.heads, job.v.n_streams.most), most_rows});
+    const auto [top_sum, o] = room<bf16>(job, kWideKv, each);
+    job.top_sum = top_sum;
+    job.o = o;
+    const CUtensorMap keys = boxes_of(kv);
+    for (; job.first_row < most_rows; job.first_row += each) {
+        const int rows = std::min(each, most_rows - job.first_row);
+        launch_wide(static_cast<unsigned>(bound().processors), keys,
+                    {job.q, job.kv, job.v, top_sum, o, job.groups, job.heads, job.first_row, rows, to_divide(job.heads),
+                     job.scale});
+        merge<WideKey, bf16, wide_groups>(o_lat, job, rows);
     }
 }
 
@@ -179,18 +143,19 @@ void attend(Rows o_lat, FoldJob job, int most_rows, int heads) {
 
 void mla_attention(Rows o_lat, Rows q_lat, Rows kv, const View& v, const Shape& s) {
     if (v.n_rows.most <= 0) return;
-    FoldJob job{};
+    MergeJob job{};
     job.q = raw(q_lat);
     job.kv = raw(kv);
     job.v = raw(v);
     job.heads = s.heads_rank;
     job.scale = s.score_scale * kLog2e;
-    job.parts.groups = groups_below(v.max_pages * KD_PAGE_TOKENS);
     const bool aligned = aligned16(o_lat) && aligned16(q_lat) && aligned16(kv);
-    if (aligned && s.kv_lora == 512 && s.rope == 64) {
-        attend<KeyShape<512, 64>>(o_lat, job, v.n_rows.most, s.heads_rank);
+    if (aligned && s.kv_lora == kWideKv && s.kv_row() == kWideRow && bound().group.name == "sm_90") {
+        attend_wide(o_lat, kv, job, v.n_rows.most);
+    } else if (aligned && s.kv_lora == kWideKv && s.kv_row() == kWideRow) {
+        attend<FoldShared<WideKey, 4, 1>>(o_lat, job, v.n_rows.most);
     } else if (aligned && s.kv_lora == 64 && s.rope == 16) {
-        attend<KeyShape<64, 16>>(o_lat, job, v.n_rows.most, s.heads_rank);
+        attend<FoldShared<KeyShape<64, 16>, 8, 2>>(o_lat, job, v.n_rows.most);
     } else {
         KD_CHECK(s.kv_row() + s.kv_lora <= kPlainWidth);
         launch<attend_rows, kPlainBytes>(static_cast<unsigned>(v.n_rows.most * s.heads_rank), kPlainThreads, raw(o_lat),

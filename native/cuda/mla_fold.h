@@ -358,11 +358,10 @@ __device__ void attend_item(S& s, const FoldJob& job, unsigned& loaded) {
 // kM: the most a tile of this launch can need.
 template <class S, int kM>
 __global__ __launch_bounds__(kFoldThreads, 1) void fold_groups(FoldJob job) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
-    if constexpr (sizeof(S) + kStaticBytes > kBlockBytes) return;  // never chosen here
-#endif
     extern __shared__ __align__(16) char bytes[];
     S& s = *reinterpret_cast<S*>(bytes);
+    wait_for_kernel_before();
+    let_next_kernel_start();
     const int rows = min(job.v.n_rows() - job.first_row, job.most_rows);
     if (rows <= 0) return;
     plan_tiles(s, job, rows);
@@ -381,9 +380,7 @@ __global__ __launch_bounds__(kFoldThreads, 1) void fold_groups(FoldJob job) {
         else
             attend_item<kM>(s, job, loaded);
         __syncthreads();
-        // Which block does what is never seen in a result.
-        if (threadIdx.x == 0) item = static_cast<int>(gridDim.x) + atomicAdd(job.next, 1);
-        item = __shfl_sync(0xffffffffu, item, 0);  // warp 0's
+        item += static_cast<int>(gridDim.x);  // which block does what is never seen in a result
     }
 }
 

@@ -68,7 +68,6 @@ struct FoldJob {
     RowsPtr q, kv;
     ViewPtr v;
     FoldParts parts;
-    int* next;  // the next item; 0 before and after an op
     int heads, first_row, most_rows;
     float scale;  // of scores, to log2
 };

@@ -12,124 +12,178 @@ namespace {
 
 using namespace kd::cuda;
 
-constexpr int kThreads = 256;
-
 // ---- scores ---------------------------------------------------------------------------------------------------------
 
-// router . h in fp32: hidden is cut into slices of 256, one a block, and these into four runs of 64. A run is one chain
-// of fused multiply-adds, k rising; runs are added in order, and slices in order by the kernel after this. That is all
-// the order there is, whatever the number of rows.
+// router . h by matrix products: a weight in fp32 is the sum of three in bf16, and each product of two bf16 is exact. Hidden is cut
+// into eight parts, one a block, and a part into runs of 32; warp w of seven has runs w, w + 7, .. of it in one chain of products,
+// smallest terms first. Warps are added in order, then parts, by the kernel after this. That is all the order there is, whatever
+// the number of rows. Weights that are bf16 already, as in checkpoints of Kimi K2, take one product instead of three.
 //
-// Floor: the router's bytes, 11 MB of Kimi K2, 2.8 us at 4.0 TB/s; from 34 rows on the fused multiply-adds, 2.75 M a
-// row, 0.082 us at 33.5 T/s. A block keeps 32 experts' slice in shared memory and takes 8, 16 or 32 rows at a time; a
-// thread has 4 x 1 .. 4 scores of one run.
-constexpr int kSlice = 256, kRuns = 4, kRun = kSlice / kRuns;
-constexpr int kExperts = 32;                   // of a block
-constexpr int kRunThreads = kThreads / kRuns;  // 8 x 8, each with experts i, i + 8, .. and rows j, j + 8, ..
-constexpr int kEach = kExperts / 8;            // experts of a thread
-constexpr int kRouterStride = kSlice + 4;      // floats: 8 experts' 16 bytes lie in different banks
-constexpr int kHStride = kSlice + 8;           // bf16, likewise
-constexpr int kRouterBytes = kExperts * kRouterStride * sizeof(float);
-static_assert(kRunThreads == 64);
+// Floor: the router's bytes, 11 MB of Kimi K2, 2.8 us at 4.0 TB/s. A block has 16 experts; a warp asks for its weights, and for no
+// other warp's, before the kernel before has ended. Lane (g, t) of a fragment owns eight neighbours of k, 8 t .. 8 t + 7, of weights
+// and rows alike, so that both come as vectors, rows right from memory.
+constexpr int kParts = 8, kPartWarps = 7, kScoreThreads = kPartWarps * kWarp;
+constexpr int kRun = 32, kAhead = 4;  // runs of a warp in shared memory: all, up to a hidden of 7,168
+constexpr int kTile = 16;             // experts of a block
+constexpr int kRows = 32;             // at a time
+constexpr int kRunStride = kRun + 4, kSumStride = kTile + 4;  // floats: the lanes of a fragment are in different banks
 
-constexpr int kRows = 32;  // at a time
-constexpr int kHBytes = kRows * kHStride * sizeof(bf16);
-constexpr int kScoreBytes = kRouterBytes + kHBytes + kRuns * kRows * kExperts * sizeof(float);
+struct Room {
+    float weights[kPartWarps][kAhead][kTile][kRunStride];
+    float sums[kPartWarps][kRows][kSumStride];
+};
 
-// runs [kRuns][kRows][kExperts] of 8 * kRowsEach rows.
-template <int kRowsEach>
-__device__ __forceinline__ void score_rows(float* runs, const float* weights, const bf16* rows) {
-    const int run = threadIdx.x / kRunThreads, i = threadIdx.x % 8, j = threadIdx.x / 8 % 8;
-    float sum[kEach][kRowsEach] = {};
-#pragma unroll 2
-    for (int k = run * kRun; k < (run + 1) * kRun; k += 4) {
-        float4 w[kEach];
-        float x[kRowsEach][4];
-#pragma unroll
-        for (int a = 0; a < kEach; a++)
-            w[a] = *reinterpret_cast<const float4*>(weights + (i + 8 * a) * kRouterStride + k);
-#pragma unroll
-        for (int b = 0; b < kRowsEach; b++) {
-            const uint2 four = *reinterpret_cast<const uint2*>(rows + (j + 8 * b) * kHStride + k);
-            x[b][0] = low_bf16(four.x);
-            x[b][1] = high_bf16(four.x);
-            x[b][2] = low_bf16(four.y);
-            x[b][3] = high_bf16(four.y);
-        }
-#pragma unroll
-        for (int a = 0; a < kEach; a++)
-#pragma unroll
-            for (int b = 0; b < kRowsEach; b++) {
-                sum[a][b] = __fmaf_rn(w[a].x, x[b][0], sum[a][b]);
-                sum[a][b] = __fmaf_rn(w[a].y, x[b][1], sum[a][b]);
-                sum[a][b] = __fmaf_rn(w[a].z, x[b][2], sum[a][b]);
-                sum[a][b] = __fmaf_rn(w[a].w, x[b][3], sum[a][b]);
+struct Scores {
+    RowsPtr h;
+    const float* router;
+    int hidden, experts, part, first_expert;
+
+    __device__ int runs() const { return (hidden + kParts * kRun - 1) / (kParts * kRun); }  // of a part
+    __device__ int column(int run) const { return (part * runs() + run) * kRun; }
+
+    // Runs first, first + kPartWarps, .. of this warp to shared memory. What is not there is zero, and adds nothing.
+    template <bool kAligned>
+    __device__ __forceinline__ void stage(float (&to)[kAhead][kTile][kRunStride], int first) const {
+        constexpr int pieces = kRun / 4;
+#pragma unroll 4
+        for (int v = threadIdx.x % kWarp; v < kAhead * kTile * pieces; v += kWarp) {
+            const int i = v / (kTile * pieces), e = v / pieces % kTile, run = first + i * kPartWarps;
+            const int k = column(run) + v % pieces * 4;
+            const bool there = run < runs() && first_expert + e < experts && k < hidden;
+            const float* from = router + static_cast<size_t>(first_expert + e) * static_cast<size_t>(hidden) + k;
+            float* const own = &to[i][e][v % pieces * 4];
+            if constexpr (kAligned) {
+                cp_async_16(own, there ? from : router, there);
+            } else {
+                for (int j = 0; j < 4; j++) own[j] = there && k + j < hidden ? from[j] : 0;
             }
+        }
+        cp_async_commit();
     }
+
+    // Columns k .. k + 7 of a row.
+    template <bool kAligned>
+    __device__ __forceinline__ uint4 row(int r, int end, int k) const {
+        if constexpr (kAligned) {
+            return r < end && k < hidden ? load16(h[r] + k) : uint4{};
+        } else {
+            uint32_t word[4] = {};
+            for (int i = 0; i < 8; i++) {
+                if (r < end && k + i < hidden)
+                    word[i / 2] |= static_cast<uint32_t>(__bfloat16_as_ushort(h[r][k + i])) << (16 * (i % 2));
+            }
+            return {word[0], word[1], word[2], word[3]};
+        }
+    }
+};
+
+// The largest of the three terms of weights w[0] (expert g), w[1] (g + 8), as operands of two products; it is taken off them.
+__device__ __forceinline__ void term_of(uint32_t (&a)[2][4], float (&w)[2][8]) {
 #pragma unroll
-    for (int a = 0; a < kEach; a++)
+    for (int i = 0; i < 8; i++) {
+        float (&own)[8] = w[i % 2];
+        const int k = 4 * (i / 4) + 2 * (i / 2 % 2);
+        uint32_t& pair = a[i / 4][i % 4];
+        pair = pack_bf16(own[k], own[k + 1]);
+        own[k] -= low_bf16(pair);
+        own[k + 1] -= high_bf16(pair);
+    }
+}
+template <int kGroups>
+__device__ __forceinline__ void take_term(float (&d)[kGroups][4], const uint32_t (&a)[2][4],
+                                          const uint4 (&x)[kGroups]) {
 #pragma unroll
-        for (int b = 0; b < kRowsEach; b++) runs[(run * kRows + j + 8 * b) * kExperts + i + 8 * a] = sum[a][b];
+    for (int b = 0; b < kGroups; b++) mma_bf16(d[b], a[0], {x[b].x, x[b].y});
+#pragma unroll
+    for (int b = 0; b < kGroups; b++) mma_bf16(d[b], a[1], {x[b].z, x[b].w});
 }
 
-// sums [slices][rows][experts]. kRouterAligned, kHAligned: 16 bytes can be moved at once.
-template <bool kRouterAligned, bool kHAligned>
-__global__ void __launch_bounds__(kThreads)
-    score_slices(float* sums, RowsPtr h, const float* router, Number n_rows, int hidden, int experts) {
-    extern __shared__ float memory[];
-    float* const weights = memory;
-    bf16* const rows = reinterpret_cast<bf16*>(memory + kExperts * kRouterStride);
-    float* const runs = memory + (kRouterBytes + kHBytes) / sizeof(float);
-    const int k0 = blockIdx.x * kSlice, width = min(kSlice, hidden - k0);
-    const int first_expert = blockIdx.y * kExperts, n_experts = min(kExperts, experts - first_expert);
-
-    // What is not there is zero, and adds nothing.
-    for (int i = threadIdx.x; i < kExperts * kSlice / 4; i += kThreads) {
-        const int e = i / (kSlice / 4), k = i % (kSlice / 4) * 4;
-        float* const to = weights + e * kRouterStride + k;
-        const float* const from = router + static_cast<size_t>(first_expert + e) * hidden + k0 + k;
-        if constexpr (kRouterAligned) {
-            const bool there = e < n_experts && k < width;
-            cp_async_16(to, there ? from : router, there);
-        } else {
-            for (int j = 0; j < 4; j++) to[j] = e < n_experts && k + j < width ? from[j] : 0;
+// sums [kParts][rows][experts] of `here` rows, at most 8 kGroups. staged: the first of this warp's runs that is in shared memory.
+template <int kGroups, bool kRouterAligned, bool kHAligned>
+__device__ __forceinline__ void score_rows(Room& room, float* sums, const Scores& s, int& staged, int first_row,
+                                           int here, int most_rows) {
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, g = lane / 4, t = lane % 4;
+    const int runs = s.runs(), end = first_row + here;
+    auto& weights = room.weights[warp];
+    const auto fetch = [&](uint4(&x)[kGroups], int run) {
+#pragma unroll
+        for (int b = 0; b < kGroups; b++)
+            x[b] = s.row<kHAligned>(first_row + 8 * b + g, run < runs ? end : 0, s.column(run) + 8 * t);
+    };
+    constexpr int kUnroll = kGroups == 1 ? kAhead : kGroups == 2 ? 2 : 1;  // as far as registers last
+    float d[kGroups][4] = {};
+    for (int first = warp; first < runs; first += kPartWarps * kAhead) {
+        uint4 x[kGroups];
+        if constexpr (kGroups == 1) fetch(x, first);
+        if (staged != first) {
+            __syncwarp();  // all have read what is now written over
+            s.stage<kRouterAligned>(weights, first);
+            staged = first;
+        }
+        cp_async_wait<0>();
+        __syncwarp();
+#pragma unroll kUnroll
+        for (int i = 0; i < kAhead; i++) {
+            if (kGroups > 1 || i > 0) fetch(x, first + i * kPartWarps);
+            float w[2][8];
+            uint32_t bits = 0;
+#pragma unroll
+            for (int v = 0; v < 4; v++) {
+                const float4 four = *reinterpret_cast<const float4*>(&weights[i][g + v / 2 * 8][8 * t + v % 2 * 4]);
+                float* const to = &w[v / 2][v % 2 * 4];
+                to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+                bits |= __float_as_uint(four.x) | __float_as_uint(four.y) | __float_as_uint(four.z) |
+                        __float_as_uint(four.w);
+            }
+            uint32_t large[2][4];
+            term_of(large, w);
+            if (__any_sync(0xffffffffu, (bits & 0xffffu) != 0)) {
+                uint32_t middle[2][4], small[2][4];
+                term_of(middle, w);
+                term_of(small, w);
+                take_term(d, small, x);
+                take_term(d, middle, x);
+            }
+            take_term(d, large, x);
         }
     }
-    cp_async_commit();
+#pragma unroll
+    for (int b = 0; b < kGroups; b++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) room.sums[warp][8 * b + 2 * t + i % 2][g + 8 * (i / 2)] = d[b][i];
+    __syncthreads();
+    for (int v = threadIdx.x; v < here * kTile; v += kScoreThreads) {
+        const int r = v / kTile, e = v % kTile;
+        if (s.first_expert + e >= s.experts) continue;
+        float total = room.sums[0][r][e];
+#pragma unroll
+        for (int w = 1; w < kPartWarps; w++) total += room.sums[w][r][e];
+        sums[static_cast<size_t>(s.part * most_rows + first_row + r) * s.experts + s.first_expert + e] = total;
+    }
+    __syncthreads();
+}
+
+// kRouterAligned, kHAligned: 16 bytes can be moved at once.
+template <bool kRouterAligned, bool kHAligned>
+__global__ void __launch_bounds__(kScoreThreads, 2)
+    score_parts(float* sums, RowsPtr h, const float* router, Number n_rows, int hidden, int experts) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    auto& room = *reinterpret_cast<Room*>(memory);
+    const int warp = threadIdx.x / kWarp;
+    const Scores s{h, router, hidden, experts, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y) * kTile};
+    int staged = blockIdx.z == 0 ? warp : -1;  // the others may find no rows
+    if (staged == warp) s.stage<kRouterAligned>(room.weights[warp], warp);
     wait_for_kernel_before();
     let_next_kernel_start();
     const int n = n_rows();
-
     for (int first_row = blockIdx.z * kRows; first_row < n; first_row += gridDim.z * kRows) {
-        const int here = min(kRows, n - first_row), tiled = here <= 8 ? 8 : here <= 16 ? 16 : kRows;
-        for (int v = threadIdx.x; v < tiled * kSlice / 8; v += kThreads) {
-            const int r = v / (kSlice / 8), k = v % (kSlice / 8) * 8;
-            bf16* const to = rows + r * kHStride + k;
-            const bf16* const from = h[r < here ? first_row + r : 0] + k0 + k;
-            if constexpr (kHAligned) {
-                store16(to, r < here && k < width ? load16(from) : uint4{});
-            } else {
-                for (int x = 0; x < 8; x++) to[x] = r < here && k + x < width ? from[x] : bf16{};
-            }
-        }
-        cp_async_wait<0>();
-        __syncthreads();
-        if (tiled == 8)
-            score_rows<1>(runs, weights, rows);
-        else if (tiled == 16)
-            score_rows<2>(runs, weights, rows);
+        const int here = min(kRows, n - first_row);
+        if (here <= 8)
+            score_rows<1, kRouterAligned, kHAligned>(room, sums, s, staged, first_row, here, n_rows.most);
+        else if (here <= 16)
+            score_rows<2, kRouterAligned, kHAligned>(room, sums, s, staged, first_row, here, n_rows.most);
         else
-            score_rows<kRows / 8>(runs, weights, rows);
-        __syncthreads();
-        for (int v = threadIdx.x; v < here * kExperts; v += kThreads) {
-            const int r = v / kExperts, e = v % kExperts;
-            if (e >= n_experts) continue;
-            float total = runs[v];
-#pragma unroll
-            for (int other = 1; other < kRuns; other++) total += runs[other * kRows * kExperts + v];
-            sums[(static_cast<size_t>(blockIdx.x) * n_rows.most + first_row + r) * experts + first_expert + e] = total;
-        }
-        __syncthreads();
+            score_rows<4, kRouterAligned, kHAligned>(room, sums, s, staged, first_row, here, n_rows.most);
     }
     cp_async_wait<0>();
 }
@@ -143,13 +197,51 @@ __device__ __forceinline__ uint32_t order_of(float v) {
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// A block a row: all threads sum the slices, then the first warp takes the best of s + bias, one at a time.
-// Floor: 4 bytes a slice and expert from the second-level cache.
-constexpr int kAtOnce = 16, kChooseThreads = 384;
+// A block a row: all threads sum the parts, then the first warp takes the best of s + bias, one at a time.
+// Floor: 32 bytes an expert from the second-level cache.
+constexpr int kChooseThreads = 384;
+
+// Of a row's keys, whose best is taken again and again: `take` gives the expert of the largest key, of equals the lowest. By one warp.
+// Few: a lane keeps its keys in registers. Many: they stay in shared memory.
+template <int kMost>
+struct Keys {
+    static constexpr int kEach = kMost / kWarp;
+    uint32_t own[kEach];
+    uint32_t best;
+    int place;
+
+    __device__ __forceinline__ void look() {
+        best = 0;
+        place = 0;
+#pragma unroll
+        for (int i = 0; i < kEach; i++) {
+            if (own[i] > best) best = own[i], place = i;
+        }
+    }
+    __device__ __forceinline__ Keys(const uint32_t* key, int experts) {
+        const int lane = threadIdx.x;
+#pragma unroll
+        for (int i = 0; i < kEach; i++) own[i] = lane + i * kWarp < experts ? key[lane + i * kWarp] : 0;
+        look();
+    }
+    __device__ __forceinline__ int take() {
+        const int lane = threadIdx.x;
+        const uint32_t top = __reduce_max_sync(0xffffffffu, best);
+        const uint32_t id =
+            __reduce_min_sync(0xffffffffu, best == top ? static_cast<uint32_t>(lane + place * kWarp) : ~0u);
+        if (static_cast<int>(id % kWarp) == lane) {
+#pragma unroll
+            for (int i = 0; i < kEach; i++) own[i] = i == place ? 0 : own[i];
+            look();
+        }
+        return static_cast<int>(id);
+    }
+};
+
 template <int kMost>
 __global__ void __launch_bounds__(kChooseThreads)
-    choose_experts(int32_t* expert, float* weight, const float* sums, const float* bias, Number n_rows, int slices,
-                   int experts, int slots, bool norm_topk, float scale) {
+    choose_experts(int32_t* expert, float* weight, const float* sums, const float* bias, Number n_rows, int experts,
+                   int slots, bool norm_topk, float scale) {
     extern __shared__ float score[];                               // [kMost]
     auto* const key = reinterpret_cast<uint32_t*>(score + kMost);  // [kMost] 0: taken
     const int lane = threadIdx.x;
@@ -161,36 +253,40 @@ __global__ void __launch_bounds__(kChooseThreads)
         for (int e = threadIdx.x; e < experts; e += kChooseThreads) {
             const size_t step = static_cast<size_t>(n_rows.most) * experts;
             const float* from = sums + static_cast<size_t>(r) * experts + e;
-            float total = 0;
-            for (int first = 0; first < slices; first += kAtOnce) {
-                float part[kAtOnce];  // all on their way before the first is needed
+            float part[kParts];
 #pragma unroll
-                for (int i = 0; i < kAtOnce; i++, from += step) part[i] = first + i < slices ? *from : 0;
+            for (int i = 0; i < kParts; i++) part[i] = from[i * step];
+            float total = part[0];
 #pragma unroll
-                for (int i = 0; i < kAtOnce; i++)
-                    if (first + i < slices) total += part[i];
-            }
+            for (int i = 1; i < kParts; i++) total += part[i];
             score[e] = 1 / (1 + expf(-total));
             key[e] = order_of(score[e] + bias[e]);
         }
         __syncthreads();
         if (threadIdx.x >= kWarp) continue;
         float total = 0;
-        for (int slot = 0; slot < slots; slot++) {
-            uint64_t best = 0;  // key, then the complement of the id
-            for (int e = lane; e < experts; e += kWarp)
-                best = max(best, static_cast<uint64_t>(key[e]) << 32 | ~static_cast<uint32_t>(e));
-#pragma unroll
-            for (int step = kWarp / 2; step > 0; step /= 2) best = max(best, __shfl_xor_sync(0xffffffffu, best, step));
-            const int e = static_cast<int>(~static_cast<uint32_t>(best));
+        const auto put = [&](int slot, int e) {
             total += score[e];
-            __syncwarp();  // all have read what is now written over
-            if (lane == 0) {
-                key[e] = 0;
-                expert[r * slots + slot] = e;
-                weight[r * slots + slot] = score[e];
+            if (lane == 0) expert[r * slots + slot] = e;
+            if (lane == slot % kWarp) weight[r * slots + slot] = score[e];
+        };
+        if constexpr (kMost <= 512) {
+            Keys<kMost> keys(key, experts);
+            for (int slot = 0; slot < slots; slot++) put(slot, keys.take());
+        } else {
+            for (int slot = 0; slot < slots; slot++) {
+                uint64_t best = 0;  // key, then the complement of the id
+                for (int e = lane; e < experts; e += kWarp)
+                    best = max(best, static_cast<uint64_t>(key[e]) << 32 | ~static_cast<uint32_t>(e));
+#pragma unroll
+                for (int step = kWarp / 2; step > 0; step /= 2)
+                    best = max(best, __shfl_xor_sync(0xffffffffu, best, step));
+                const int e = static_cast<int>(~static_cast<uint32_t>(best));
+                put(slot, e);
+                __syncwarp();  // all have read what is now written over
+                if (lane == 0) key[e] = 0;
+                __syncwarp();
             }
-            __syncwarp();
         }
         const float divisor = norm_topk ? total + 1e-20f : 1.0f;
         for (int slot = lane; slot < slots; slot += kWarp)
@@ -205,16 +301,15 @@ void route(Dev<int32_t> expert, Dev<float> weight, Rows h, Dev<const float> rout
     if (n_rows.most <= 0) return;
     constexpr int few = 512, many = 4096;  // experts; the loader takes no more
     KD_CHECK(s.experts <= many && s.experts_per_token <= s.experts);
-    const int slices = ceil_div(s.hidden, kSlice);
     const size_t n = static_cast<size_t>(n_rows.most) * static_cast<size_t>(s.experts);
-    float* const sums = scratch<float>(Use::moe_rows, static_cast<size_t>(slices) * n);
-    const bool router_aligned = s.hidden % 4 == 0 && aligned16(router), h_aligned = s.hidden % 8 == 0 && aligned16(h);
+    float* const sums = scratch<float>(Use::moe_rows, kParts * n);
+    const bool router_aligned = s.hidden % 8 == 0 && aligned16(router), h_aligned = s.hidden % 8 == 0 && aligned16(h);
     // A block goes over all rows with the weights it has; only for many are there several of one kind.
-    const dim3 grid(static_cast<unsigned>(slices), static_cast<unsigned>(ceil_div(s.experts, kExperts)),
-                    static_cast<unsigned>(std::min(ceil_div(n_rows.most, 128), 4)));
+    const dim3 grid(kParts, static_cast<unsigned>(ceil_div(s.experts, kTile)),
+                    static_cast<unsigned>(std::min(ceil_div(n_rows.most, 4 * kRows), 4)));
     const auto scores = [&]<bool kRouterAligned, bool kHAligned>() {
-        launch_as<score_slices<kRouterAligned, kHAligned>, kScoreBytes>(
-            {.early = true}, grid, kThreads, sums, raw(h), raw(router), number(n_rows), s.hidden, s.experts);
+        launch_as<score_parts<kRouterAligned, kHAligned>, static_cast<int>(sizeof(Room))>(
+            {.early = true}, grid, kScoreThreads, sums, raw(h), raw(router), number(n_rows), s.hidden, s.experts);
     };
     if (router_aligned && h_aligned)
         scores.template operator()<true, true>();
@@ -223,10 +318,9 @@ void route(Dev<int32_t> expert, Dev<float> weight, Rows h, Dev<const float> rout
     else
         scores.template operator()<false, false>();
     const auto choose = [&]<int kMost>() {
-        launch_as<choose_experts<kMost>, kMost * 8>({.early = true}, static_cast<unsigned>(std::min(n_rows.most, 256)),
-                                                    kChooseThreads, raw(expert), raw(weight), sums, raw(bias),
-                                                    number(n_rows), slices, s.experts, s.experts_per_token, s.norm_topk,
-                                                    s.routed_scale);
+        launch_as<choose_experts<kMost>, kMost * 8>(
+            {.early = true}, static_cast<unsigned>(std::min(n_rows.most, 256)), kChooseThreads, raw(expert),
+            raw(weight), sums, raw(bias), number(n_rows), s.experts, s.experts_per_token, s.norm_topk, s.routed_scale);
     };
     s.experts <= few ? choose.template operator()<few>() : choose.template operator()<many>();
 }

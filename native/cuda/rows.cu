@@ -95,6 +95,8 @@ __device__ __forceinline__ void copy_bits(bf16* to, const bf16* from, int width)
 template <bool kVector>
 __global__ void __launch_bounds__(kMoveThreads)
     embed_kernel(RowsPtr y, const int32_t* token, const bf16* table, int begin, int held, int width, Number n_rows) {
+    wait_for_kernel_before();
+    let_next_kernel_start();
     const int r = blockIdx.x;
     if (r >= n_rows()) return;
     const int64_t row = static_cast<int64_t>(token[r]) - begin;
@@ -108,6 +110,8 @@ __global__ void __launch_bounds__(kMoveThreads)
 
 template <bool kVector>
 __global__ void __launch_bounds__(kMoveThreads) zero_kernel(float* x, int width, Number n_rows) {
+    wait_for_kernel_before();
+    let_next_kernel_start();
     const int r = blockIdx.x;
     if (r >= n_rows()) return;
     float* row = x + static_cast<size_t>(r) * static_cast<size_t>(width);
@@ -119,6 +123,7 @@ __global__ void __launch_bounds__(kMoveThreads) zero_kernel(float* x, int width,
 template <bool kVector>
 __global__ void __launch_bounds__(kMoveThreads)
     copy_kernel(RowsPtr to, const int32_t* to_row, RowsPtr from, const int32_t* from_row, Number n, int width) {
+    wait_for_kernel_before();
     let_next_kernel_start();
     const int i = blockIdx.x, rows = n();
     if (i >= rows) return;
@@ -133,6 +138,8 @@ __global__ void __launch_bounds__(kMoveThreads)
 
 template <bool kVector>
 __global__ void __launch_bounds__(kMoveThreads) tap_kernel(RowsPtr tap, const float* x, int width, Number n_rows) {
+    wait_for_kernel_before();
+    let_next_kernel_start();
     const int r = blockIdx.x;
     if (r >= n_rows()) return;
     const float* from = x + static_cast<size_t>(r) * static_cast<size_t>(width);
@@ -177,6 +184,7 @@ __device__ __forceinline__ void norm_row(bf16* y, const float* w, int width, flo
 template <bool kVector, int kThreads>
 __global__ void __launch_bounds__(kThreads)
     norm_kernel(RowsPtr y, RowsPtr x, const float* w, int width, float eps, Number n_rows) {
+    wait_for_kernel_before();
     let_next_kernel_start();
     const int r = blockIdx.x;
     if (r >= n_rows()) return;
@@ -193,6 +201,7 @@ template <bool kVector, int kThreads>
 __global__ void __launch_bounds__(kThreads)
     add_norm_kernel(RowsPtr h, float* x, const __grid_constant__ PartsOfRanks parts, int ranks, const float* w,
                     int width, float eps, Number n_rows) {
+    wait_for_kernel_before();
     let_next_kernel_start();
     const int r = blockIdx.x;
     if (r >= n_rows()) return;
@@ -220,32 +229,32 @@ bool vectors(int width) { return width % kPiece == 0; }
 
 void embed(Rows y, Dev<int32_t> token, Mat table, int vocab_begin, Count n_rows) {
     const auto go = [&]<bool kVector>() {
-        launch<embed_kernel<kVector>>(n_rows.most, kMoveThreads, raw(y), raw(token),
-                                      reinterpret_cast<const bf16*>(raw(table.w)), vocab_begin, table.n, table.k,
-                                      number(n_rows));
+        launch_as<embed_kernel<kVector>>({.early = true}, n_rows.most, kMoveThreads, raw(y), raw(token),
+                                         reinterpret_cast<const bf16*>(raw(table.w)), vocab_begin, table.n, table.k,
+                                         number(n_rows));
     };
     vectors(table.k) && aligned16(y) && aligned16(table.w) ? go.operator()<true>() : go.operator()<false>();
 }
 
 void zero(Dev<float> x, Count n_rows, int width) {
     const auto go = [&]<bool kVector>() {
-        launch<zero_kernel<kVector>>(n_rows.most, kMoveThreads, raw(x), width, number(n_rows));
+        launch_as<zero_kernel<kVector>>({.early = true}, n_rows.most, kMoveThreads, raw(x), width, number(n_rows));
     };
     vectors(width) && aligned16(x) ? go.operator()<true>() : go.operator()<false>();
 }
 
 void copy_rows(Rows to, Dev<int32_t> to_row, Rows from, Dev<int32_t> from_row, Count n, int width) {
     const auto go = [&]<bool kVector>() {
-        launch<copy_kernel<kVector>>(n.most, kMoveThreads, raw(to), raw(to_row), raw(from), raw(from_row), number(n),
-                                     width);
+        launch_as<copy_kernel<kVector>>({.early = true}, n.most, kMoveThreads, raw(to), raw(to_row), raw(from),
+                                        raw(from_row), number(n), width);
     };
     vectors(width) && aligned16(to) && aligned16(from) ? go.operator()<true>() : go.operator()<false>();
 }
 
 void rms_norm(Rows y, Rows x, Vec w, Count n_rows, int width, float eps) {
     const auto go = [&]<bool kVector, int kThreads>() {
-        launch<norm_kernel<kVector, kThreads>>(n_rows.most, kThreads, raw(y), raw(x), raw(w), width, eps,
-                                               number(n_rows));
+        launch_as<norm_kernel<kVector, kThreads>>({.early = true}, n_rows.most, kThreads, raw(y), raw(x), raw(w), width,
+                                                  eps, number(n_rows));
     };
     if (!(vectors(width) && aligned16(y) && aligned16(x) && aligned16(w)))
         go.operator()<false, kWideThreads>();
@@ -269,8 +278,8 @@ void add_norm(Rows h, Dev<float> x, Rows y, Vec w, Count n_rows, int width, floa
         aligned = true;
     }
     const auto go = [&]<bool kVector, int kThreads>() {
-        launch<add_norm_kernel<kVector, kThreads>>(n_rows.most, kThreads, raw(h), raw(x), parts, ranks, raw(w), width,
-                                                   eps, number(n_rows));
+        launch_as<add_norm_kernel<kVector, kThreads>>({.early = true}, n_rows.most, kThreads, raw(h), raw(x), parts,
+                                                      ranks, raw(w), width, eps, number(n_rows));
     };
     if (!(vectors(width) && aligned && aligned16(h) && aligned16(x) && aligned16(w)))
         go.operator()<false, kWideThreads>();
@@ -282,7 +291,8 @@ void add_norm(Rows h, Dev<float> x, Rows y, Vec w, Count n_rows, int width, floa
 
 void keep_tap(Rows tap, Dev<float> x, Count n_rows, int width) {
     const auto go = [&]<bool kVector>() {
-        launch<tap_kernel<kVector>>(n_rows.most, kMoveThreads, raw(tap), raw(x), width, number(n_rows));
+        launch_as<tap_kernel<kVector>>({.early = true}, n_rows.most, kMoveThreads, raw(tap), raw(x), width,
+                                       number(n_rows));
     };
     vectors(width) && aligned16(tap) && aligned16(x) ? go.operator()<true>() : go.operator()<false>();
 }

@@ -1,18 +1,13 @@
-// What the kernels of sample() tell one another: sample.cu looks at every row and lets tokens race, sample_filter.cu finds where
-// top-k and top-p end.
+// What the kernels of sample() tell one another: sample.cu looks at every row, sample_choose.cu chooses.
 //
 // A rank looks at its own logits of every row. What a row needs beside its best token is done by the rank it is dealt to, on
 // the logits of all ranks: row i * ranks + rank is the i-th of a rank.
 #pragma once
 
-#include "launch.h"
 #include "raw.h"
 #include "vocab.h"
 
 namespace kd::cuda {
-
-constexpr double kOne = 1099511627776.0;  // 2^40: weight of the best token
-constexpr int kStretch = 8192;            // ids of a dealt row that one block works on
 
 // Of a rank's part of a row.
 struct Seen {
@@ -20,16 +15,6 @@ struct Seen {
     unsigned long long hash;
     Ranked best;
 };
-
-// Tokens of a dealt row by how far they are below its best.
-constexpr int kBuckets = 1024;
-struct Histogram {
-    unsigned long long mass[kBuckets];
-    unsigned count[kBuckets];
-};
-
-// What a dealt row needs beside its best token.
-enum Need : uint8_t { kBestOnly, kRaceOnly, kEndAndRace };
 
 struct Dealt {
     Shared all;  // of each rank: its Slice, then Seen [rows][parts]
@@ -59,71 +44,69 @@ __device__ __forceinline__ bool filtered(const Sampling& s, int vocab) {
     return s.temperature > 0 && (by_top_k(s, vocab) || by_top_p(s));
 }
 
-// Dealt rows that need something, found by a block: a grid of the size of the GPU walks over them, whatever the room of the
-// call. Blocks that find nothing to do would cost more than all else.
-struct Needy {
-    static constexpr int kMost = 1024;
-    int n;
-    int before[kMost / 32 + 1];
-    uint16_t i[kMost];  // ascending: every block has to find the same
+using Sum = unsigned long long;
 
-    // Of rows `begin` .. `begin` + kMost - 1. By all threads of a block.
-    __device__ void find(const Need* need, Need least, int begin, int end) {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = static_cast<int>(blockDim.x) / 32;
-        const auto needs = [=](int group) {
-            const int row = begin + 32 * group + lane;
-            return __ballot_sync(0xFFFFFFFFu, row < end && need[row] >= least);
-        };
-        __syncthreads();
-        for (int group = warp; group < kMost / 32; group += warps) {
-            const unsigned found = needs(group);
-            if (lane == 0) before[group + 1] = __popc(found);
-        }
-        if (threadIdx.x == 0) before[0] = 0;
-        __syncthreads();
-        if (warp == 0) {
-            int sum = before[lane + 1];
-            for (int step = 1; step < 32; step *= 2) {
-                const int left = __shfl_up_sync(0xFFFFFFFFu, sum, step);
-                if (lane >= step) sum += left;
-            }
-            before[lane + 1] = sum;
-            if (lane == 31) n = sum;
-        }
-        __syncthreads();
-        for (int group = warp; group < kMost / 32; group += warps) {
-            const unsigned found = needs(group);
-            if (found >> lane & 1) {
-                i[before[group] + __popc(found & ((1u << lane) - 1))] = static_cast<uint16_t>(32 * group + lane);
-            }
-        }
-        __syncthreads();
-    }
-};
+// Buckets of falling logit.
+constexpr int kBins = 384;
+constexpr int kBinsNat = 32;  // all beyond 12 nats are in the last one
 
-// Weights of tokens beside the best: 2^40 exp((logit - best) / temperature), rounded down. 64-bit integers, so that sums do not
-// depend on their order.
+// Weights of tokens beside the best: 2^40 exp((logit - best) / temperature) to 22 bits.
 struct Scale {
-    float best;
-    double temperature;
-    float buckets_per_logit;
+    float best, bins_per_logit, twos, more_twos;  // more: of a logit, what the other lacks
 
-    __device__ Scale(const Sampling& s, float best)
-        : best(best),
-          temperature(static_cast<double>(s.temperature)),
-          buckets_per_logit(static_cast<float>(32 / static_cast<double>(s.temperature))) {}
-
-    // Falls with the logit; 32 buckets a nat. Weights are 0 from 28 nats on.
-    __device__ float below(float logit) const { return logit == best ? 0 : (best - logit) * buckets_per_logit; }
-    __device__ int bucket(float logit) const { return static_cast<int>(fminf(below(logit), kBuckets - 1)); }
-    __device__ unsigned long long weight(float logit) const {
-        if (below(logit) > 28.5f * 32) return 0;
-        const double nats = logit == best ? 0 : (static_cast<double>(best) - static_cast<double>(logit)) / temperature;
-        return nats < 28 ? static_cast<unsigned long long>(exp(-nats) * kOne) : 0;
+    __device__ void set(const Sampling& s, float best_logit) {
+        const double temperature = static_cast<double>(s.temperature), exact = 1.4426950408889634074 / temperature;
+        best = best_logit;
+        bins_per_logit = static_cast<float>(kBinsNat / temperature);
+        twos = static_cast<float>(exact);
+        more_twos = static_cast<float>(exact - static_cast<double>(twos));
+    }
+    // Falls with the logit.
+    __device__ __forceinline__ int bin(float logit) const {
+        const float below = logit == best ? 0 : (best - logit) * bins_per_logit;
+        return static_cast<int>(fminf(below, kBins - 1));
+    }
+    __device__ __forceinline__ Sum weight(float logit) const {
+        if (logit == best) return Sum{1} << 40;
+        const float x = logit - best;
+        if (!(x * twos > -41)) return 0;
+        const float shifted = fmaf(x, twos, kShift);
+        const float f = fmaf(x, more_twos, fmaf(x, twos, kShift - shifted));
+        float e;
+        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(f));
+        const Sum digits = __float_as_uint(e + 2.0f) - __float_as_uint(2.0f);  // e * 2^22, rounded
+        return digits << 18 >> -exponent_of(shifted);
     }
 };
 
-// end[i] = the last token of dealt row i that top-k and top-p leave, of rows that need it; their histogram [i] must be 0.
-void find_ends(Ranked* end, Histogram* histogram, const Need* need, const Dealt& dealt, int most_dealt);
+// *sum += value in shared memory. Sums of 64 bits are a loop of comparing and exchanging there, which takes forever where many
+// add to one; of 32 bits they are one instruction.
+__device__ __forceinline__ void add_shared(Sum* sum, Sum value) {
+    auto* word = reinterpret_cast<unsigned*>(sum);
+    const auto low = static_cast<unsigned>(value);
+    const unsigned carry = atomicAdd(&word[0], low) + low < low;
+    const unsigned high = static_cast<unsigned>(value >> 32) + carry;
+    if (high) atomicAdd(&word[1], high);
+}
+
+// What is known of a row at the end. hash, logprob: if wanted, else 0.
+struct Chosen {
+    unsigned long long hash;
+    int32_t token;
+    float logprob;
+};
+struct ChoicePtr {
+    int32_t* token;
+    unsigned long long* hash;
+    float* logprob;
+    __device__ void put(int r, const Chosen& c) const {
+        token[r] = c.token;
+        hash[r] = c.hash;
+        logprob[r] = c.logprob;
+    }
+};
+
+// Chooses for the dealt rows, of which there are `most` at most: to `chosen`, or without it to `out`.
+void choose(const ChoicePtr& out, Chosen* chosen, const Dealt& dealt, int most);
 
 }  // namespace kd::cuda

@@ -157,6 +157,8 @@ __global__ void __launch_bounds__(kPartThreads, 2)
     auto& s = *reinterpret_cast<Narrow*>(shared);
     __shared__ unsigned long long sums[kGroups][kPartWarps];
     __shared__ int groups[kPartWarps];
+    wait_for_kernel_before();
+    let_next_kernel_start();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, parts = n_rows() * to.parts;
     // A grid of the size of the GPU walks over the parts of as many rows as there are.
     for (int at = blockIdx.x; at < parts; at += gridDim.x) {
@@ -239,6 +241,8 @@ __global__ void __launch_bounds__(kMergeThreads, 2)
                  int room_bits, int k, Number n_rows) {
     extern __shared__ __align__(16) unsigned char shared[];
     auto& s = *reinterpret_cast<Merge*>(shared);
+    wait_for_kernel_before();
+    let_next_kernel_start();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, all = ranks * parts, rows = n_rows();
     for (int r = blockIdx.x; r < rows; r += gridDim.x) {
         const auto parts_of = [&](int i) {
@@ -290,8 +294,8 @@ __global__ void __launch_bounds__(kMergeThreads, 2)
 template <int kItems>
 void find_parts(const Parts& to, Dev<float> logits, Count n_rows, int k, const Shape& s) {
     const int grid = std::min(to.parts * n_rows.most, 2 * bound().processors);
-    launch<part_kernel<kItems>, sizeof(Narrow)>(grid, kPartThreads, to, raw(logits), s.vocab_begin, s.vocab_rank, k,
-                                                number(n_rows));
+    launch_as<part_kernel<kItems>, sizeof(Narrow)>({.early = true}, grid, kPartThreads, to, raw(logits), s.vocab_begin,
+                                                   s.vocab_rank, k, number(n_rows));
 }
 
 }  // namespace
@@ -315,8 +319,8 @@ void top_logprobs(Dev<int32_t> id, Dev<float> logprob, Dev<float> logits, Count 
     else
         find_parts<many>(to, logits, n_rows, k, s);
     const Shared all = share_filled(bytes);
-    launch<merge_kernel, sizeof(Merge)>(std::min(rows, 2 * processors), kMergeThreads, raw(id), raw(logprob), all, tp(),
-                                        rows, parts, room_bits, k, number(n_rows));
+    launch_as<merge_kernel, sizeof(Merge)>({.early = tp() == 1}, std::min(rows, 2 * processors), kMergeThreads, raw(id),
+                                           raw(logprob), all, tp(), rows, parts, room_bits, k, number(n_rows));
 }
 
 }  // namespace kd::ops

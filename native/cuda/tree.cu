@@ -1,230 +1,416 @@
-// Trees of builder `heap`, bit for bit: the same sums in double, subtracted and added in the same order, and the same order
-// among equals (native/best_first.h).
+// Trees of builder `heap`, bit for bit: the same nodes in the same order as native/best_first.h.
+//
+// The best n prefixes of a table are those with the n smallest costs (sums of -log-probability), best first: a prefix costs no
+// less than what it is a prefix of, and no less than its elder sibling. So no tree has to be grown, if costs are far enough
+// apart that neither the order of sums nor the order among equals matters: they are found under a threshold and sorted by
+// counting, all in parallel. A cost is written as that of the spine (the first of every row) down to its depth plus an excess for
+// each depth that is not the first of its row, a deviation. A set of deviations stands for the prefixes of every length that has
+// them. There are at most log2(n) deviations in one of the best n, for all subsets of them are better.
+//   1. an upper bound of the n-th cost from the prefixes of at most one deviation, by a histogram;
+//   2. the sets that have a prefix under it: each is one with a deviation less, and one deeper;
+//   3. their prefixes, sorted by the number of better ones.
+// What is under a bound is found out in single precision, bounds raised by more than that can be wrong. The order is that of
+// integers in units of 2^-42, right to 16 of these; the sums in double err by less. Where two neighbours of the order are closer
+// than kClose and not parent and child, or the table is no table of log-probabilities, best first, the tree is grown node by
+// node (tree_grow.h).
 
 #include <math_constants.h>
 
-#include <bit>
+#include <algorithm>
 #include <cstdint>
 
 #include "launch.h"
 #include "mma.h"
 #include "ops.h"
 #include "raw.h"
+#include "tree_grow.h"
 
 namespace kd::ops {
 namespace {
 
 using namespace kd::cuda;
 
-// Floor: two loads one after the other and `budget` steps that each wait for the one before. One warp a stream, alone with its
-// latencies, so that what counts is the instructions in a row of a step:
-//   the largest of the lanes' words (one reduction), whose low bits say which entry of shared memory it is;
-//   that entry: what the prefix leaves behind when it is taken, its next sibling and its first child, worked out when the
-//   entry was made;
-//   the two as entries of their own, by two lanes side by side.
-// A word is the upper bits of the sum in an integer of the same order, and the entry. When two words differ in the entry only,
-// the sums and paths themselves are compared: first_of_equals(), which is rare but for tables of equal numbers.
-constexpr int kThreads = 128;             // the other warps only fetch the table
-constexpr int kMostWidth = KD_MAX_NODES;  // a prefix of rank r follows r others
-constexpr int kMostTable = KD_MAX_TABLE_DEPTH * kMostWidth;
+using Cost = unsigned long long;
 constexpr unsigned kAll = 0xFFFFFFFFu;
+constexpr int kUnit = 42;
+constexpr float kMostCost = 64;  // of a tree's last node
+constexpr Cost kClose = 64;      // costs that are further apart are in the order of their sums
+constexpr int kDepths = 16, kBuckets = 256;
+constexpr int kDepthBits = 4, kSlotBits = 11;  // of a key, after the cost
+static_assert(kDepths >= KD_MAX_DEPTH && kDepths == 1 << kDepthBits);
+static_assert(Cost{72} << kUnit >> (64 - kDepthBits - kSlotBits) == 0);
 
-// What stands for -inf and NaN, which come last and tie with one another: far under every sum of finite numbers, and no sum
-// of these is anything but finite, so that nothing needs a look at infinities. Sums under kImpossible are equal.
-constexpr double kNever = -1e300, kImpossible = -1e290;
-constexpr uint32_t kLeastUpper = ~static_cast<uint32_t>(std::bit_cast<uint64_t>(kImpossible) >> 32);
-
-// The last node of a prefix: parent (0: the root), depth from 1, rank in its depth's row.
-__device__ __forceinline__ uint32_t place_of(int parent, int depth, int rank) {
-    return static_cast<uint32_t>(parent) << 16 | static_cast<uint32_t>(depth) << 8 | static_cast<uint32_t>(rank);
+// A cost, finite and not below 0, in units.
+__device__ __forceinline__ Cost units_of(float cost) {
+    constexpr int one = 150 - kUnit;  // biased exponent of a float whose last digit is a unit
+    const uint32_t bits = __float_as_uint(cost) & 0x7FFFFFFFu;
+    const int exponent = static_cast<int>(bits >> 23);
+    const Cost digits = (bits & 0x7FFFFFu) | (exponent ? 0x800000u : 0u);
+    if (exponent >= one) return digits << min(exponent - one, 39);
+    return digits >> min(one - exponent, 39);
 }
-__device__ __forceinline__ int parent_of(uint32_t place) { return static_cast<int>(place >> 16); }
-__device__ __forceinline__ int depth_of(uint32_t place) { return static_cast<int>(place >> 8 & 255); }
-__device__ __forceinline__ int rank_of(uint32_t place) { return static_cast<int>(place & 255); }
 
-// What a prefix leaves behind when it is taken: its next sibling or its first child.
-struct alignas(16) Next {
-    double sum;
-    uint32_t link;   // its number in the table, and that of the first of the depth below it in the upper half
-    uint32_t place;  // of the child without its parent, which is not known yet
+// A set of deviations: the last one, and the set without it.
+struct Set {
+    uint8_t depth, rank;  // of a prefix's last node if it ends there; 0, 0: of the spine, which has none
+    uint16_t without;
 };
 
-// Of each prefix that may be taken next, by entries.
-struct Work {
-    Next next[KD_MAX_NODES + 1][2];  // sibling, child
-    uint2 words[KD_MAX_NODES +
-                1];  // the sibling's word, for it will have this entry, and the child's without its entry; 0:
-                     // there is none
-    double sum[KD_MAX_NODES + 1];
-    uint32_t taken[KD_MAX_NODES + 1];             // places of the nodes, from 1
-    double table[kMostTable + KD_MAX_NODES + 1];  // [depths][width]; more that is read and not used
+// kMost: nodes of a tree. kThreads: of a block, kEach: candidates of the table a thread.
+template <int kMost_>
+struct Room {
+    static constexpr int kMost = kMost_;
+    static constexpr int kThreads = kMost <= 64 ? 256 : 512;
+    static constexpr int kEach = kDepths * kMost / kThreads;
+    static constexpr int kSets = kMost <= 64 ? 512 : 1536, kNodes = kSets;
+    static constexpr bool kTighten = kMost > 64;  // the bound, after every deviation
+    static_assert(kNodes < 1 << kSlotBits);
+
+    float cost[kDepths * kMost];  // [depths][width]
+    int32_t token[kDepths * kMost];
+    float spine[kDepths];
+    Cost spine_units[kDepths], first_units[kDepths];  // first: of a row
+    alignas(16) unsigned histogram[kBuckets];
+    int singles;
+    float set_excess[kSets];
+    Cost set_units[kSets];
+    Set set[kSets];
+    uint16_t first_slot[kSets];  // of the set's shortest prefix; the longer ones follow
+    struct Order {
+        alignas(16) Cost key[kNodes + 2];  // cost, depth, slot
+        uint16_t set_of[kNodes], rank[kNodes];
+    };
+    union {
+        float single[kDepths * kMost];  // excess of sets of one deviation, its depth in the last digits
+        Order order;
+    };
+    Cost sorted[kMost + 1];
+    int added[kDepths + 1];  // sets of so many deviations
+    int nodes;
 };
 
-// The upper word of a sum as an integer of the same order. The sums are never -0, because the table has none.
-__device__ __forceinline__ uint32_t upper_of(double sum) {
-    const auto high = static_cast<uint32_t>(__double2hiint(sum));
-    return max(high ^ (static_cast<uint32_t>(static_cast<int>(high) >> 31) | 0x80000000u), kLeastUpper);
-}
-
-// Order of ranks along the paths; a prefix comes before what it is a prefix of.
-__device__ bool path_before(uint32_t a, uint32_t b, const uint32_t* taken) {
-    uint32_t p = a, q = b;
-    while (depth_of(p) > depth_of(q)) p = taken[parent_of(p)];
-    while (depth_of(q) > depth_of(p)) q = taken[parent_of(q)];
-    while (parent_of(p) != parent_of(q)) {
-        p = taken[parent_of(p)];
-        q = taken[parent_of(q)];
-    }
-    return rank_of(p) != rank_of(q) ? rank_of(p) < rank_of(q) : depth_of(a) < depth_of(b);
-}
-
-__device__ __forceinline__ uint32_t place_at(const Work& w, int entry) { return w.next[entry][0].place - 1; }
-
-__device__ bool before(const Work& w, int a, int b) {
-    const double x = fmax(w.sum[a], kImpossible), y = fmax(w.sum[b], kImpossible);
-    return x != y ? x > y : path_before(place_at(w, a), place_at(w, b), w.taken);
-}
-
-// The best of the entries that lanes name: bit i is entry 32 i + lane.
-__device__ __noinline__ int first_of_equals(const Work& w, uint32_t named) {
-    int best = -1;
-    for (; named; named &= named - 1) {
-        const int other = 32 * (__ffs(static_cast<int>(named)) - 1) + static_cast<int>(threadIdx.x);
-        if (best < 0 || before(w, other, best)) best = other;
-    }
-    for (int step = 16; step; step /= 2) {
-        const int other = __shfl_xor_sync(kAll, best, step);
-        if (other >= 0 && other != best && (best < 0 || before(w, other, best))) best = other;
-    }
-    return best;
-}
-
-template <int kSlots>
-__device__ __forceinline__ uint32_t largest(const uint32_t (&word)[kSlots]) {
-    uint32_t most = word[0];
+// The end of the bucket with which there are n.
+__device__ __forceinline__ int bucket_of(const unsigned (&histogram)[kBuckets], int n) {
+    const int lane = threadIdx.x % 32;
+    const auto* from = reinterpret_cast<const uint4*>(histogram) + lane * 2;
+    const uint4 a = from[0], b = from[1];
+    const unsigned own[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    unsigned sum = 0;
 #pragma unroll
-    for (int i = 1; i < kSlots; i++) most = max(most, word[i]);
-    return most;
-}
-
-// Entry `to`: the prefix of this sum, link and place.
-__device__ __forceinline__ void put(Work& w, int to, double sum, uint32_t link, uint32_t place, uint32_t width,
-                                    uint32_t end, uint32_t entry_bits) {
-    const uint32_t at = link & 0xFFFF, below = link >> 16;
-    const double without = sum - w.table[at];
-    const double sibling = without + w.table[at + 1], child = sum + w.table[below];
-    w.next[to][0] = {sibling, link + 1, place + 1};
-    w.next[to][1] = {child, below | (below + width) << 16, (place & 0xFF00) + 0x100};
-    w.words[to] = {at + 1 < below ? (upper_of(sibling) & ~entry_bits) | static_cast<uint32_t>(to) : 0,
-                   below < end ? upper_of(child) & ~entry_bits : 0};
-    w.sum[to] = sum;
-}
-
-// By one warp: taken[1 .. n] = the best n prefixes, n <= budget <= 32 kSlots. Returns n. Entry e is lane e % 32's.
-template <int kSlots>
-__device__ int grow(Work& w, int depths, int width, int budget) {
-    constexpr uint32_t entry_bits = 32 * kSlots - 1;
-    int lane;
-    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));  // volatile: not to be read anew in every step
-    const int second = lane & 1;
-    const uint32_t end = depths * width;
-    uint32_t word[kSlots] = {};
-    if (lane == 0) {
-        put(w, 0, w.table[0], static_cast<uint32_t>(width) << 16, place_of(0, 1, 0), width, end, entry_bits);
-        word[0] = upper_of(w.table[0]) & ~entry_bits;
+    for (int i = 0; i < 8; i++) sum += own[i];
+    unsigned total = sum;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const unsigned left = __shfl_up_sync(kAll, total, step);
+        if (lane >= step) total += left;
     }
-    __syncwarp();
-    int n = 0;
-    uint32_t most = __reduce_max_sync(kAll, largest(word));
-    while (n < budget) {
-        int e = static_cast<int>(most & entry_bits);
-        uint2 words = w.words[e];
-        Next next = w.next[e][second];
-        bool equal = most == 0;
+    unsigned before = total - sum;
+    int bucket = lane * 8;
 #pragma unroll
-        for (int i = 0; i < kSlots; i++) equal |= (word[i] ^ most) <= entry_bits && word[i] != most;
-        if (__any_sync(kAll, equal)) {
-            if (most <= entry_bits) break;  // no prefix is left
-            uint32_t named = 0;
+    for (int i = 0; i < 7; i++) {
+        before += own[i];
+        bucket += before < static_cast<unsigned>(n);
+    }
+    const unsigned reached = __ballot_sync(kAll, total >= static_cast<unsigned>(n));
+    return __shfl_sync(kAll, bucket, reached ? __ffs(static_cast<int>(reached)) - 1 : 31) + 1;
+}
+
+// Places for the items of a warp's lanes, of which a lane has kEach: found[j] says which lanes have a j-th one. One atomic sum.
+template <int kEach>
+__device__ __forceinline__ int place_for(int* count, const unsigned (&found)[kEach]) {
+    int total = 0;
 #pragma unroll
-            for (int i = 0; i < kSlots; i++) named |= ((word[i] ^ most) <= entry_bits ? 1u : 0u) << i;
-            e = first_of_equals(w, named);
-            words = w.words[e];
-            next = w.next[e][second];
-            most = (most & ~entry_bits) | static_cast<uint32_t>(e);
+    for (int j = 0; j < kEach; j++) total += __popc(found[j]);
+    int at = 0;
+    if (threadIdx.x % 32 == 0 && total) at = atomicAdd(count, total);
+    return __shfl_sync(kAll, at, 0);
+}
+__device__ __forceinline__ int before_lane(unsigned found) { return __popc(found & ((1u << (threadIdx.x % 32)) - 1)); }
+
+// The best n prefixes of a table [depths][width] in rows of table_width to node_token, node_parent; false where it must be grown.
+// By all threads of a block.
+template <class R>
+__device__ __forceinline__ bool choose(R& w, int32_t* node_token, int32_t* node_parent, const int32_t* token,
+                                       const float* logprob, int depths, int width, int table_width, int n) {
+    constexpr int kThreads = R::kThreads, kGroups = kThreads / kDepths;
+    const int thread = threadIdx.x, lane = thread % 32, group = thread / kDepths, own_depth = thread % kDepths;
+
+    // The table. Every warp works out the spine for itself.
+    int depth[R::kEach], rank[R::kEach];
+    float value[R::kEach], elder[R::kEach];
+    int32_t id[R::kEach];
+    const float per_width = 1.0f / static_cast<float>(width);
+    const float first = lane < depths ? logprob[lane * table_width] : 0;
+#pragma unroll
+    for (int j = 0; j < R::kEach; j++) {
+        const int i = thread + j * kThreads;
+        depth[j] = static_cast<int>((static_cast<float>(i) + 0.5f) * per_width);
+        rank[j] = i - depth[j] * width;
+        const int at = depth[j] * table_width + rank[j];
+        const bool there = depth[j] < depths;
+        value[j] = there ? logprob[at] : -CUDART_INF_F;
+        elder[j] = there && lane == 0 && rank[j] > 0 ? logprob[at - 1] : 0;
+        id[j] = there ? token[at] : 0;
+    }
+    if (thread < kBuckets) w.histogram[thread] = 0;
+    if (thread <= kDepths) w.added[thread] = 0;
+    if (thread == 0) {
+        w.nodes = w.singles = 0;
+        w.set_excess[0] = 0;
+        w.set_units[0] = 0;
+        w.set[0] = {0, 0, 0};
+    }
+    bool unsure = !(first <= 0);
+    float spine = -first;
+#pragma unroll
+    for (int step = 1; step < kDepths; step *= 2) {
+        const float left = __shfl_up_sync(kAll, spine, step);
+        if (lane >= step) spine += left;
+    }
+    if (thread < depths) w.spine[thread] = spine;
+    float excess[R::kEach], cost[R::kEach];  // cost: of the shortest prefix
+#pragma unroll
+    for (int j = 0; j < R::kEach; j++) {
+        const float of_first = __shfl_sync(kAll, first, depth[j] % 32),
+                    so_far = __shfl_sync(kAll, spine, depth[j] % 32);
+        float left = __shfl_up_sync(kAll, value[j], 1);
+        if (lane == 0) left = elder[j];
+        const bool there = depth[j] < depths;
+        unsure |= there && rank[j] > 0 && !(left >= value[j]);
+        excess[j] = there ? of_first - value[j] : CUDART_INF_F;
+        cost[j] = excess[j] + so_far;
+        if (!there) continue;
+        w.cost[thread + j * kThreads] = -value[j];
+        w.token[thread + j * kThreads] = id[j];
+    }
+    if (thread / 32 == kThreads / 32 - 1) {  // meanwhile
+        const Cost own = lane < depths && first > -kMostCost ? units_of(first) : 0;
+        Cost sum = own;
+#pragma unroll
+        for (int step = 1; step < kDepths; step *= 2) {
+            const Cost left = __shfl_up_sync(kAll, sum, step);
+            if (lane >= step) sum += left;
         }
-        n++;
-        // The sibling takes the entry of what was taken, the child of node n entry n. What the last node leaves behind is not
-        // needed.
-#pragma unroll
-        for (int i = 0; i < kSlots; i++) {
-            const int own = 32 * i + lane;
-            word[i] = word[i] == most ? words.x : word[i];
-            word[i] = own == n && words.y ? words.y | static_cast<uint32_t>(own) : word[i];
+        if (lane < depths) {
+            w.spine_units[lane] = sum;
+            w.first_units[lane] = own;
         }
-        most = __reduce_max_sync(kAll, largest(word));
-        __syncwarp();  // all have read what is now written over
-        if (lane < 2) {
-            if (lane == 0) w.taken[n] = next.place - 1;
-            put(w, second ? n : e, next.sum, next.link, next.place + (static_cast<uint32_t>(second * n) << 16), width,
-                end, entry_bits);
-        }
-        __syncwarp();
     }
-    return n;
+    __syncthreads();
+
+    // A first bound: the n - depth best of a row and what they hang on.
+    const int last = n - 1 - lane;
+    const bool enough = lane < depths && last >= 0 && last < width;
+    const float all = enough ? w.cost[lane * width + last] + first + spine : CUDART_INF_F;
+    const float most = __uint_as_float(__reduce_min_sync(kAll, __float_as_uint(fmaxf(all, 1e-30f))));
+    if (!(most < kMostCost)) return false;
+    const float per_bucket = (kBuckets - 1) / most;
+    const auto bucket = [=](float c) { return static_cast<int>(c * per_bucket); };
+
+    // The prefixes of at most one deviation under it, counted by pairs of a set and a depth.
+    unsigned found[R::kEach];
+#pragma unroll
+    for (int j = 0; j < R::kEach; j++) found[j] = __ballot_sync(kAll, rank[j] > 0 && cost[j] <= most);
+    int at = place_for(&w.singles, found);
+#pragma unroll
+    for (int j = 0; j < R::kEach; j++) {
+        const auto packed =
+            (__float_as_uint(excess[j]) & ~static_cast<unsigned>(kDepths - 1)) | static_cast<unsigned>(depth[j]);
+        if (found[j] >> lane & 1) w.single[at + before_lane(found[j])] = __uint_as_float(packed);
+        at += __popc(found[j]);
+    }
+    const float own_spine = own_depth < depths ? w.spine[own_depth] : CUDART_INF_F;
+    if (group == 0 && own_spine <= most) atomicAdd(&w.histogram[bucket(own_spine)], 1u);
+    __syncthreads();
+    const int singles = w.singles;
+#pragma unroll 4
+    for (int m = group; m < singles; m += kGroups) {
+        const float single = w.single[m], under = single + own_spine;
+        if (own_depth >= static_cast<int>(__float_as_uint(single) & (kDepths - 1)) && under <= most)
+            atomicAdd(&w.histogram[bucket(under)], 1u);
+    }
+    __syncthreads();
+    constexpr float kSlack = 1 + 0x1p-15f;
+    const auto bound = [&] {
+        return min(static_cast<float>(bucket_of(w.histogram, n)) / per_bucket, most) * kSlack + 0x1p-30f;
+    };
+    float limit = bound();
+
+    // Sets of one deviation.
+#pragma unroll
+    for (int j = 0; j < R::kEach; j++) found[j] = __ballot_sync(kAll, rank[j] > 0 && cost[j] <= limit);
+    at = 1 + place_for(&w.added[1], found);
+#pragma unroll
+    for (int j = 0; j < R::kEach; j++) {
+        const int place = at + before_lane(found[j]);
+        if (found[j] >> lane & 1 && place < R::kSets) {
+            w.set_excess[place] = excess[j];
+            w.set_units[place] = units_of(value[j]) - w.first_units[depth[j]];
+            w.set[place] = {static_cast<uint8_t>(depth[j]), static_cast<uint8_t>(rank[j]), 0};
+        }
+        at += __popc(found[j]);
+    }
+    __syncthreads();
+    // Of one more, by pairs of a set and a depth below its own.
+    const float own_first = own_depth < depths ? w.cost[own_depth * width] : 0;
+    int begin = 1, end = 1 + w.added[1];
+    for (int level = 2; begin < end && end <= R::kSets; level++) {
+        for (int m = begin + group; m < end; m += kGroups) {
+            const float set_excess = w.set_excess[m];
+            if (own_depth <= w.set[m].depth || own_depth >= depths) continue;
+            for (int r = 1, i = own_depth * width + 1; r < width; r++, i++) {
+                const float both = set_excess + (w.cost[i] - own_first);
+                if (!(both + own_spine <= limit)) break;
+                const int place = end + atomicAdd(&w.added[level], 1);
+                if (place >= R::kSets) break;
+                w.set_excess[place] = both;
+                w.set_units[place] = w.set_units[m] + units_of(w.cost[i]) - w.first_units[own_depth];
+                w.set[place] = {static_cast<uint8_t>(own_depth), static_cast<uint8_t>(r), static_cast<uint16_t>(m)};
+            }
+        }
+        __syncthreads();
+        begin = end;
+        end += w.added[level];
+        if constexpr (R::kTighten) {
+            if (begin == end || end > R::kSets) break;
+            for (int m = begin + group; m < end; m += kGroups) {
+                const float under = w.set_excess[m] + own_spine;
+                if (own_depth >= w.set[m].depth && under <= most) atomicAdd(&w.histogram[bucket(under)], 1u);
+            }
+            __syncthreads();
+            limit = min(limit, bound());
+        }
+    }
+    if (end > R::kSets) return false;
+
+    // Their prefixes.
+    constexpr int kAtOnce = 4;
+    const Cost own_units = own_depth < depths ? w.spine_units[own_depth] : 0;
+    for (int from = 0; from < end; from += kAtOnce * kGroups) {
+        unsigned there[kAtOnce];
+        int first_depth[kAtOnce];
+#pragma unroll
+        for (int j = 0; j < kAtOnce; j++) {
+            const int m = from + j * kGroups + group;
+            const float under = m < end ? w.set_excess[m] + own_spine : CUDART_INF_F;
+            first_depth[j] = m < end ? w.set[m].depth : kDepths;
+            there[j] = __ballot_sync(kAll, own_depth >= first_depth[j] && under <= limit);
+        }
+        int slot = place_for(&w.nodes, there);
+#pragma unroll
+        for (int j = 0; j < kAtOnce; j++) {
+            const int own = slot + before_lane(there[j]), m = from + j * kGroups + group;
+            if (there[j] >> lane & 1 && own < R::kNodes) {
+                const Cost units = w.set_units[m] + own_units;
+                w.order.key[own] =
+                    (units << kDepthBits | static_cast<unsigned>(own_depth)) << kSlotBits | static_cast<unsigned>(own);
+                w.order.set_of[own] = static_cast<uint16_t>(m);
+                if (own_depth == first_depth[j]) w.first_slot[m] = static_cast<uint16_t>(own);
+            }
+            slot += __popc(there[j]);
+        }
+    }
+    __syncthreads();
+    const int nodes = w.nodes;
+    if (nodes > R::kNodes || nodes < n) return false;
+
+    // Their order. Several threads count for one where there are threads enough.
+    int parts = 1;
+    while (parts < 8 && 2 * parts * nodes <= kThreads) parts *= 2;
+    for (int i = thread / parts; i - thread / parts < nodes; i += kThreads / parts) {
+        const Cost own = i < nodes ? w.order.key[i] : 0;
+        int better = 0;
+#pragma unroll 4
+        for (int other = thread % parts; other < nodes / 2; other += parts) {
+            const ulonglong2 two = *reinterpret_cast<const ulonglong2*>(&w.order.key[2 * other]);
+            better += (two.x < own) + (two.y < own);
+        }
+        if (nodes % 2 && thread % parts == 0) better += w.order.key[nodes - 1] < own;
+        for (int step = parts / 2; step; step /= 2) better += __shfl_xor_sync(kAll, better, step);
+        if (thread % parts || i >= nodes) continue;
+        if (better <= n) w.sorted[better] = own;
+        w.order.rank[i] = static_cast<uint16_t>(better);
+    }
+    __syncthreads();
+    for (int i = thread; i < n; i += kThreads) {
+        constexpr int kBits = kDepthBits + kSlotBits;
+        const Cost own = w.sorted[i];
+        const int slot = static_cast<int>(own) & ((1 << kSlotBits) - 1);
+        const int d = static_cast<int>(own >> kSlotBits) & (kDepths - 1);
+        const Set set = w.set[w.order.set_of[slot]];
+        const bool deviates = d == set.depth && set.rank > 0;
+        int parent = 0;
+        if (d > 0) {
+            const int above = deviates ? w.first_slot[set.without] + d - 1 - w.set[set.without].depth : slot - 1;
+            parent = w.order.rank[above] + 1;
+        }
+        if (i > 0) unsure |= (own >> kBits) - (w.sorted[i - 1] >> kBits) <= kClose && parent != i;
+        if (i == n - 1 && n < nodes) unsure |= (w.sorted[n] >> kBits) - (own >> kBits) <= kClose;
+        node_token[i] = w.token[d * width + (deviates ? set.rank : 0)];
+        node_parent[i] = parent;
+    }
+    return !__syncthreads_or(unsure);
 }
 
-__global__ void __launch_bounds__(kThreads, 1)
+// Floor: two loads one after the other, some forty steps of a few instructions and a barrier.
+template <class R>
+__global__ void __launch_bounds__(R::kThreads, 1)
     tree_kernel(int32_t* node_token, int32_t* node_parent, int32_t* nodes, int stride, const int32_t* token,
-                const float* logprob, const int32_t* first_row, const int32_t* depths_of, const int32_t* budget_of,
-                Number n_streams, int table_width) {
+                const float* logprob, const int32_t* first_row, const int32_t* depths_of, const int32_t* width_of,
+                const int32_t* budget_of, Number n_streams, int table_width) {
     extern __shared__ __align__(16) unsigned char shared[];
-    auto& w = *reinterpret_cast<Work*>(shared);
     const int s = blockIdx.x;
+    wait_for_kernel_before();
+    let_next_kernel_start();
     if (s >= n_streams()) return;
     const int depths = min(max(depths_of[s], 0), KD_MAX_TABLE_DEPTH);
     const int budget = min(max(budget_of[s], 0), min(stride, KD_MAX_NODES));
-    const int width = min(table_width, budget);
+    const int width = min(width_of ? min(table_width, width_of[s]) : table_width, budget);
     const size_t first = depths > 0 ? static_cast<size_t>(first_row[s]) * static_cast<size_t>(table_width) : 0;
-    bool never = false;
-    for (int i = threadIdx.x; i < depths * width; i += kThreads) {
-        const float value = logprob[first + static_cast<size_t>(i / width * table_width + i % width)];
-        const bool possible = value > -CUDART_INF_F;
-        never |= !possible;
-        w.table[i] = possible ? static_cast<double>(value) + 0.0 : kNever;  // no -0
-    }
-    if (__syncthreads_or(never)) {
-        // What comes after an impossible sibling is impossible, whatever its number.
-        for (int i = 1; static_cast<int>(threadIdx.x) < depths && i < width; i++) {
-            double* row = w.table + threadIdx.x * width;
-            if (row[i - 1] == kNever) row[i] = kNever;
-        }
-        __syncthreads();
-    }
-    if (threadIdx.x >= 32) return;
+    node_token += s * stride;
+    node_parent += s * stride;
+    token += first;
+    logprob += first;
     int n = 0;
     if (depths > 0 && width > 0) {
-        n = budget <= 32    ? grow<1>(w, depths, width, budget)
-            : budget <= 64  ? grow<2>(w, depths, width, budget)
-            : budget <= 128 ? grow<4>(w, depths, width, budget)
-                            : grow<8>(w, depths, width, budget);
-    }
-    for (int i = threadIdx.x; i < n; i += 32) {
-        const uint32_t place = w.taken[i + 1];
-        const int row = depth_of(place) - 1;
-        node_token[s * stride + i] = token[first + static_cast<size_t>(row * table_width + rank_of(place))];
-        node_parent[s * stride + i] = parent_of(place);
+        n = budget;
+        const bool fits = depths <= kDepths && budget <= R::kMost;
+        auto& room = *reinterpret_cast<R*>(shared);
+        if (!fits || !choose(room, node_token, node_parent, token, logprob, depths, width, table_width, n)) {
+            auto& w = *reinterpret_cast<Growth*>(shared);
+            __syncthreads();
+            fetch<R::kThreads>(w, logprob, depths, width, table_width);
+            if (threadIdx.x >= 32) return;
+            n = grow(w, depths, width, budget);
+            for (int i = threadIdx.x; i < n; i += 32) {
+                const uint32_t place = w.taken[i + 1];
+                node_token[i] = token[(depth_of(place) - 1) * table_width + rank_of(place)];
+                node_parent[i] = parent_of(place);
+            }
+        }
     }
     if (threadIdx.x == 0) nodes[s] = n;
+}
+
+template <class R>
+void build(const Nodes& out, Dev<int32_t> token, Dev<float> logprob, const Drafts& drafts, Dev<int32_t> budget,
+           Count n_streams, int width) {
+    constexpr int bytes = static_cast<int>(std::max(sizeof(R), growth_bytes(R::kMost)));
+    launch_as<tree_kernel<R>, bytes>({.early = true}, static_cast<unsigned>(n_streams.most), R::kThreads,
+                                     raw(out.token), raw(out.parent), raw(out.n), out.stride, raw(token), raw(logprob),
+                                     raw(drafts.row), raw(drafts.depths), raw(drafts.width), raw(budget),
+                                     number(n_streams), width);
 }
 
 }  // namespace
 
 void tree_build(const Nodes& out, Dev<int32_t> token, Dev<float> logprob, const Drafts& drafts, Dev<int32_t> budget,
                 Count n_streams, int width) {
-    launch<tree_kernel, sizeof(Work)>(n_streams.most, kThreads, raw(out.token), raw(out.parent), raw(out.n), out.stride,
-                                      raw(token), raw(logprob), raw(drafts.row), raw(drafts.depths), raw(budget),
-                                      number(n_streams), width);
+    // No stream of a round has a budget above the table's width.
+    if (width <= 64)
+        build<Room<64>>(out, token, logprob, drafts, budget, n_streams, width);
+    else
+        build<Room<KD_MAX_NODES>>(out, token, logprob, drafts, budget, n_streams, width);
 }
 
 }  // namespace kd::ops

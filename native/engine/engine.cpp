@@ -30,6 +30,7 @@ Engine::Engine(const Options& o)
       team_(device_options()),
       slot_used_(o.max_streams) {
     batch_.reserve(o.max_streams);
+    sequences_.reserve(o.max_streams);
     parts_.reserve(o.max_streams);
     publish_stats();
     thread_ = quiet_thread("kd-engine", [this] { serve(); });
@@ -64,6 +65,7 @@ void Engine::post(std::function<void()> command) {
         std::lock_guard lock(inbox_mutex_);
         if (inbox_closed_) return;
         inbox_.push_back(std::move(command));
+        wanted_ = true;
     }
     inbox_wake_.notify_one();
 }
@@ -118,7 +120,7 @@ uint64_t Engine::submit(std::unique_ptr<Request> request) {
         fail(KD_E_BUSY, "%d requests are waiting, the most that may: retry when some have ended", options_.max_queue);
     check_request(*request, m);
     if (!(request->flags & KD_REQUEST_IGNORE_EOS))
-        request->stop_ids.insert(request->stop_ids.end(), m.stop_ids, m.stop_ids + m.n_stop_ids);
+        request->sequence.stop_ids.insert(request->sequence.stop_ids.end(), m.stop_ids, m.stop_ids + m.n_stop_ids);
     if (request->flags & KD_REQUEST_OWN_BUILDER) {
         const tree::Builder& b = registry_.get(request->builder.c_str());
         if (b.needs_drafter() && m.draft_layers == 0)
@@ -164,12 +166,11 @@ void Engine::credit(uint64_t id, uint32_t events) {
     check_alive();
     if (id == 0 || id >= next_id_)
         fail(KD_E_NOT_FOUND, "there is no request %llu", static_cast<unsigned long long>(id));
-    post([this, id, events] {
-        Request* request = find(id);
-        if (!request) return;  // ended while the grant was on its way
-        request->credit = std::min<uint64_t>(request->credit + events, UINT32_MAX);
-        if (request->credit) request->starved_since_us = 0;
-    });
+    {
+        std::lock_guard lock(inbox_mutex_);
+        grants_.push_back({id, events});
+    }
+    inbox_wake_.notify_one();
 }
 
 void Engine::score(const int32_t* tokens, uint32_t n, float* logits) {

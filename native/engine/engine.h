@@ -121,15 +121,24 @@ class Engine {
         return result.get();
     }
 
+    // Events that a request may produce beyond its credit. Not a command: a run need not stop for it.
+    struct Grant {
+        uint64_t id = 0;
+        uint32_t events = 0;
+    };
+
     // the engine thread (scheduler.cpp)
     void serve();
     bool turn();  // false: there was nothing to do
     void wait();
     void drain_inbox();
+    bool take_grants();  // true: a request that had no credit has some again
     void admit();
     bool admit_one(Request& request, int slot);
     bool prefill();
     bool decode();
+    int after_round(const StepCounts& step);
+    int rounds_ahead() const;
     bool score_some();
     bool may_produce(const Request& request) const;
     bool blocked_by_ring() const;
@@ -178,13 +187,16 @@ class Engine {
     int chosen_budget_ = 0;
     bool stop_ = false;
     kd_stats counters_{};
-    std::vector<Sequence*> batch_;
+    std::vector<Request*> batch_;
+    std::vector<Sequence*> sequences_;  // of batch_
     std::vector<PromptPart> parts_;
 
     // shared
     std::mutex inbox_mutex_;
     std::condition_variable inbox_wake_;
     std::vector<std::function<void()>> inbox_;
+    std::vector<Grant> grants_;
+    std::atomic<bool> wanted_{false};  // there are commands: a run of rounds is to end
     bool inbox_closed_ = false;
     std::atomic<bool> ring_blocked_{false};  // the engine thread sleeps until events are polled
     std::atomic<uint64_t> next_id_{1};

@@ -17,8 +17,7 @@ struct Request {
     Sequence sequence;
     TextStream text;
     std::vector<std::string> stop_strings;
-    std::vector<int32_t> stop_ids;  // the model's and its own
-    std::string builder;            // with KD_REQUEST_OWN_BUILDER
+    std::string builder;  // with KD_REQUEST_OWN_BUILDER
     int budget = 0;
 
     uint64_t credit = 0;
@@ -29,7 +28,7 @@ struct Request {
     bool ended = false;               // its last event is out; retire() drops it
 
     bool stops_at(int32_t token) const {
-        for (int32_t id : stop_ids)
+        for (int32_t id : sequence.stop_ids)
             if (id == token) return true;
         return false;
     }

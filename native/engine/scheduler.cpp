@@ -7,6 +7,12 @@
 
 namespace kd {
 
+namespace {
+
+constexpr int kMostUnpolled = KD_MAX_DEPTH + 1;  // events a stream may have unpolled and still produce
+
+}  // namespace
+
 void Engine::serve() {
     while (!stop_) {
         bool worked = false;
@@ -38,8 +44,28 @@ void Engine::drain_inbox() {
     {
         std::lock_guard lock(inbox_mutex_);
         commands.swap(inbox_);
+        wanted_ = false;
     }
     for (auto& command : commands) command();
+    take_grants();
+}
+
+bool Engine::take_grants() {
+    std::vector<Grant> grants;
+    {
+        std::lock_guard lock(inbox_mutex_);
+        if (!inbox_.empty()) return false;  // one may be for a request that is still in there
+        grants.swap(grants_);
+    }
+    bool woken = false;
+    for (const Grant& grant : grants) {
+        Request* request = find(grant.id);
+        if (!request || grant.events == 0) continue;  // ended while the grant was on its way
+        woken = woken || request->credit == 0;
+        request->credit = std::min<uint64_t>(request->credit + grant.events, UINT32_MAX);
+        request->starved_since_us = 0;
+    }
+    return woken;
 }
 
 bool Engine::turn() {
@@ -62,7 +88,7 @@ void Engine::wait() {
     const bool blocked = blocked_by_ring();
     if (!blocked) ring_blocked_ = false;
     std::unique_lock lock(inbox_mutex_);
-    auto ready = [&] { return !inbox_.empty(); };
+    auto ready = [&] { return !inbox_.empty() || !grants_.empty(); };
     // Polled between the turn and here: go round once more.
     if (blocked != blocked_by_ring()) return;
     if (const uint64_t deadline = next_deadline_us()) {
@@ -130,7 +156,7 @@ bool Engine::admit_one(Request& request, int slot) {
 // ---- steps ------------------------------------------------------------------------------------------------------------
 
 bool Engine::may_produce(const Request& r) const {
-    return !r.ended && r.credit > 0 && ring_.unpolled(r.sequence.slot) < KD_MAX_DEPTH + 1;
+    return !r.ended && r.credit > 0 && ring_.unpolled(r.sequence.slot) < kMostUnpolled;
 }
 
 bool Engine::blocked_by_ring() const {
@@ -172,31 +198,64 @@ bool Engine::prefill() {
 
 bool Engine::decode() {
     batch_.clear();
-    for (auto& r : running_)
-        if (r->sequence.start >= r->sequence.prompt && may_produce(*r)) batch_.push_back(&r->sequence);
+    sequences_.clear();
+    for (auto& r : running_) {
+        if (r->sequence.start < r->sequence.prompt || !may_produce(*r)) continue;
+        batch_.push_back(r.get());
+        sequences_.push_back(&r->sequence);
+    }
     if (batch_.empty()) return false;
-    const StepCounts step = decode_round(*resident_->stage, batch_);
+    decode_rounds(*resident_->stage, sequences_, std::max(1, rounds_ahead()), wanted_,
+                  [this](const StepCounts& step) { return after_round(step); });
+    show();
+    return true;
+}
+
+// Tells what a round brought, while the next may be under way on the device. Returns how many more may end: none once a request
+// has ended, whose pages can only go back when nothing runs.
+int Engine::after_round(const StepCounts& step) {
     const uint64_t began = now_us();
+    bool ended = false;
+    for (Request* r : batch_) {
+        const Sequence& q = r->sequence;
+        if (q.n_new && !r->ended) {
+            counters_.round_streams++;
+            counters_.round_rows += q.nodes + 1;
+            counters_.round_nodes += q.nodes;
+            counters_.accepted_tokens += q.n_new - 1;
+            emit(*r);
+        }
+        ended = ended || r->ended;
+    }
     counters_.rounds++;
     counters_.forward_calls++;
-    counters_.round_streams += batch_.size();
-    counters_.round_rows += step.rows;
-    counters_.round_nodes += step.nodes;
-    counters_.accepted_tokens += step.accepted;
     counters_.draft_calls += step.draft_calls;
     counters_.draft_us += step.draft_us;
     counters_.build_us += step.build_us;
     counters_.verify_us += step.verify_us;
     counters_.builder_failures += step.builder_failures;
-    size_t at = 0;
-    for (auto& r : running_) {
-        if (at == batch_.size() || batch_[at] != &r->sequence) continue;
-        at++;
-        emit(*r);
-    }
+    counters_.device_ns += step.device_ns;
+    counters_.gap_ns += step.gap_ns;
+    counters_.gaps += step.gaps;
+    counters_.launch_gap_ns += step.launch_gap_ns;
+    counters_.launch_gaps += step.launch_gaps;
     counters_.emit_us += now_us() - began;
+    if (ended || take_grants()) return 0;
     show();
-    return true;
+    return rounds_ahead();
+}
+
+// Rounds of the batch that may follow before something else is to be done: a prompt, an admission, a stream that could join, or
+// one of the batch that has no credit or room for events left.
+int Engine::rounds_ahead() const {
+    if (!scores_.empty() || (!waiting_.empty() && int(running_.size()) < options_.max_streams)) return 0;
+    size_t starved = 0;
+    for (auto& r : running_) starved += r->credit == 0;
+    if (batch_.size() + starved < running_.size()) return 0;
+    uint64_t rounds = kRunRounds;
+    for (const Request* r : batch_)
+        rounds = std::min({rounds, r->credit, uint64_t(std::max(0, kMostUnpolled - ring_.unpolled(r->sequence.slot)))});
+    return int(rounds);
 }
 
 bool Engine::score_some() {

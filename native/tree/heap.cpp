@@ -17,7 +17,7 @@ void* create(int32_t max_nodes) {
 
 int32_t build(void* self, const kd_tree_in* in, kd_tree_out* out) {
     out->n = static_cast<BestFirst*>(self)->grow(out->token, out->parent, in->token, in->logprob, in->depths, in->width,
-                                                 in->budget);
+                                                 in->width, in->budget);
     return KD_OK;
 }
 

@@ -35,7 +35,9 @@ Builder::Builder(const kd_tree_builder& from)
 }
 
 bool Builder::needs_drafter() const { return name != none.name; }
-bool Builder::on_device() const { return name == none.name || name == device.name; }
+bool Builder::on_device() const { return name == none.name || name == chain.name || name == device.name; }
+
+int Builder::width(int budget) const { return name == chain.name ? std::min(budget, 1) : budget; }
 
 Instance::Instance(const Builder& builder, int max_nodes) : self_(builder.functions.create(max_nodes)) {
     if (!self_) fail(KD_E_BUILDER, "builder %s could not be created for %d nodes", builder.name.c_str(), max_nodes);

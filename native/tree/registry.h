@@ -25,6 +25,8 @@ struct Builder {
     bool needs_drafter() const;
     // Whether ops::tree_build makes its trees (none: no trees).
     bool on_device() const;
+    // Candidates of a depth that its trees of at most `budget` nodes can use.
+    int width(int budget) const;
 };
 
 // One builder at work: what create() returned, given back to destroy(). Moveable. [one thread at a time]

@@ -28,7 +28,7 @@ def tree_accept(trees, choice, v):
 
 
 def kv_commit(kv, kept, trees, v):
-    """kv [pool rows][width] -> kv with slot prefix + node[j] moved to prefix + j; the rest stays as it was"""
+    """kv [layers][pool rows][width] -> kv with slot prefix + node[j] moved to prefix + j; the rest stays as it was"""
     kv = np.array(kv)
     for s, n in enumerate(kept["n"]):
         if n == 0:
@@ -36,7 +36,7 @@ def kv_commit(kv, kept, trees, v):
         root = trees["first_row"][s]
         stream, prefix = v["stream"][root], v["prefix"][root]
         node = kept["node"][s, :n]
-        kv[pool_row(v, stream, prefix + np.arange(n))] = kv[pool_row(v, stream, prefix + node)]
+        kv[:, pool_row(v, stream, prefix + np.arange(n))] = kv[:, pool_row(v, stream, prefix + node)]
     return kv
 
 
@@ -111,8 +111,9 @@ def tree_accept_cases(rng):
 
 
 def kv_commit_cases(rng):
-    for (v, rows, trees, kept), width in zip(kept_rounds(rng), [1, 7, 80, 33, 24, 40], strict=True):
-        yield {"kv": rand(rng, rows, width), "kept": kept, "trees": trees, "v": v}
+    sizes = [(1, 1), (140, 7), (3, 80), (2, 33), (61, 24), (4, 40)]
+    for (v, rows, trees, kept), (layers, width) in zip(kept_rounds(rng), sizes, strict=True):
+        yield {"kv": rand(rng, layers, rows, width), "kept": kept, "trees": trees, "v": v}
 
 
 def keep_taps_cases(rng):

@@ -130,8 +130,11 @@ def mla_append_cases(rng):
 
 
 def mla_attention_cases(rng):
-    far = [[(8170, 17, "tree"), (8191, 3, "prompt")]]  # where the grouping of keys changes on a device
-    for s, streams in zip(SHAPES + SHAPES[:3], HARD_STREAMS + far, strict=True):
+    # where the grouping of keys changes on a device; the trees have rows on both sides
+    far = [[(8170, 17, "tree"), (8191, 3, "prompt")]]
+    wide = [[(2056, 30, "tree"), (700, 40, "prompt"), (2070, 1, "prompt")], [(12297, 14, "tree")]]
+    shapes = SHAPES + SHAPES[:3] + [SHAPES[3]] * 2
+    for s, streams in zip(shapes, HARD_STREAMS + far + wide, strict=True):
         v, rows, spoil = random_view(rng, streams)
         yield {
             "q_lat": rand(rng, len(v["token"]), s.heads_rank * s.kv_row),

@@ -346,7 +346,7 @@ def generate(m, prompt, max_tokens, builder="none", budget=0, sampling=None, pag
         trees = {"first_row": np.array([0, len(grown.parent)]), "parent": np.array(grown.parent)}
         n, node = accept.tree_accept(trees, {"token": chosen}, view)
         path = node[0, : n[0]]
-        pools = [accept.kv_commit(pool, {"n": n, "node": node}, trees, view) for pool in pools]
+        pools = list(accept.kv_commit(pools, {"n": n, "node": node}, trees, view))
         keep(start, view["token"][path], taps[path])
         out += [int(t) for t in chosen[path]]
         rows += list(logits[path])

@@ -1,6 +1,7 @@
 """The rows of a round and its end: native/ops.h "a round's rows".
 
-Streams are a dict: slot, start, draft_start, root, left, budget int32 [n]; page_table int32 [n][max_pages].
+Streams are a dict: slot, start, draft_start, root, left, budget int32 [n]; stops int32 [n][STOPS]; page_table int32
+[n][max_pages].
 """
 
 import numpy as np
@@ -9,6 +10,8 @@ from .base import MASK_WORDS, MAX_DEPTH, DraftShape, Op, Shape
 from .kv import ancestor_masks, depths, random_page_table, random_tree
 
 PATH = MAX_DEPTH + 1
+STOPS = 32
+RUN_OVER = 1 << 30
 
 
 def drafting(streams):
@@ -71,22 +74,33 @@ def plan_verify(streams, nodes):
             np.arange(len(rows), dtype=np.int32), np.concatenate(masks))  # fmt: skip
 
 
-def end_round(streams, trees, kept, choice):
-    """-> (n, nodes, token, hash, logprob [streams][PATH], start, root, left); of a path its first n are meant"""
+def end_round(streams, trees, kept, choice, round_):
+    """-> (n, nodes, token, hash, logprob, draft_start, ended, start, root, left), the first six [round_ + 1][streams]; of a
+    path [PATH] its first n are meant. What earlier rounds emitted is left alone: it was 0."""
     streams = {name: a.copy() for name, a in streams.items()}
     count = len(streams["start"])
-    token = np.zeros((count, PATH), np.int32)
-    hashes, logprob = np.zeros((count, PATH), np.uint64), np.zeros((count, PATH), np.float32)
+    given, nodes, draft_start = (np.zeros((round_ + 1, count), np.int32) for _ in range(3))
+    token = np.zeros((round_ + 1, count, PATH), np.int32)
+    hashes, logprob = token.astype(np.uint64), token.astype(np.float32)
+    draft_start[-1] = streams["draft_start"]
+    nodes[-1] = np.maximum(0, np.diff(trees["first_row"]) - 1)
     for s, n in enumerate(kept["n"]):
         if n == 0:
             continue
         rows = trees["first_row"][s] + kept["node"][s, :n]
-        token[s, :n], hashes[s, :n], logprob[s, :n] = (choice[k][rows] for k in ("token", "hash", "logprob"))
+        stopping = np.flatnonzero(np.isin(choice["token"][rows], streams["stops"][s]))
+        if len(stopping):
+            n = stopping[0] + 1
+            rows = rows[:n]
+        given[-1, s] = n
+        for a, name in ((token, "token"), (hashes, "hash"), (logprob, "logprob")):
+            a[-1, s, :n] = choice[name][rows]
         streams["start"][s] += n
-        streams["root"][s] = token[s, n - 1]
-        streams["left"][s] -= n
-    nodes = np.maximum(0, np.diff(trees["first_row"]) - 1).astype(np.int32)
-    return kept["n"], nodes, token, hashes, logprob, streams["start"], streams["root"], streams["left"]
+        streams["root"][s] = token[-1, s, n - 1]
+        streams["left"][s] = 0 if len(stopping) else streams["left"][s] - n
+    ended = np.array([round_ + 1 + RUN_OVER], np.int32)
+    return (given, nodes, token, hashes, logprob, draft_start, ended,
+            streams["start"], streams["root"], streams["left"])  # fmt: skip
 
 
 # ---- cases -----------------------------------------------------------------------------------------------------------
@@ -103,6 +117,7 @@ def random_streams(rng, n, lag=70):
         "root": rng.integers(0, 1000, n).astype(np.int32),
         "left": np.where(rng.random(n) < 0.25, 0, rng.integers(1, 40, n)).astype(np.int32),
         "budget": np.where(rng.random(n) < 0.3, 0, rng.integers(1, 257, n)).astype(np.int32),
+        "stops": np.where(rng.random((n, STOPS)) < 0.5, -1, rng.integers(0, 1000, (n, STOPS))).astype(np.int32),
         "page_table": table,
     }
 
@@ -135,7 +150,7 @@ def plan_verify_cases(rng):
 
 
 def end_round_cases(rng):
-    for n, most in [(1, 8), (6, 64), (64, 20)]:
+    for round_, n, most in [(0, 1, 8), (1, 6, 64), (63, 64, 20), (2, 1, 40)]:
         streams = random_streams(rng, n)
         nodes = random_nodes(rng, n, most)
         first, parent = plan_verify(streams, nodes)[:2]
@@ -154,6 +169,7 @@ def end_round_cases(rng):
             "trees": {"first_row": first, "parent": parent},
             "kept": kept,
             "choice": choice,
+            "round_": round_,
         }
 
 
@@ -167,6 +183,9 @@ OPS = {
         plan_verify, plan_verify_cases, EXACT, ("first_row", "parent", "counts", *ROWS, "out_row", "mask")
     ),
     "end_round": Op(
-        end_round, end_round_cases, EXACT, ("n", "nodes", "token", "hash", "logprob", "start", "root", "left")
+        end_round,
+        end_round_cases,
+        EXACT,
+        ("n", "nodes", "token", "hash", "logprob", "draft_start", "ended", "start", "root", "left"),
     ),
 }

@@ -96,14 +96,16 @@ def walk(tree, posterior):
 
 
 def tree_build(token, logprob, drafts, budget, stride):
-    """token, logprob [rows][width]; drafts: row, depths; budget [n_streams] -> n [n_streams], token, parent [n_streams][stride]
+    """token, logprob [rows][width]; drafts: row, depths, perhaps width; budget [n_streams]
+    -> n [n_streams], token, parent [n_streams][stride]
 
     Entries past n[s] are -1 here and mean nothing.
     """
     n = np.zeros(len(budget), np.int32)
     nodes = np.full((2, len(budget), stride), -1, np.int32)
     for s, (row, depth) in enumerate(zip(drafts["row"], drafts["depths"], strict=True)):
-        table = slice(row, row + depth)
+        columns = drafts["width"][s] if "width" in drafts else None
+        table = slice(row, row + depth), slice(columns)
         grown = heap(token[table], logprob[table], min(budget[s], stride)) if depth > 0 else none(None, None, 0)
         n[s] = len(grown.token)
         nodes[0, s, : n[s]] = grown.token
@@ -148,10 +150,11 @@ def tree_build_cases(rng):
             table[row[s] : row[s] + d] = random_table(rng, d, width, kinds[s % len(kinds)])
         row[depths == 0] = 2**30  # nobody follows it
         budget = rng.permutation([0, 1, stride // 2, stride, stride + 5, 300, stride, stride - 1, MAX_NODES])
+        own = rng.permutation([1, 1, 2, width, width + 1, 1, 256, (width + 1) // 2, 3])
         yield {
             "token": np.stack([rng.permutation(width) for _ in range(rows)]).astype(np.int32),
             "logprob": table,
-            "drafts": {"row": row, "depths": depths},
+            "drafts": {"row": row, "depths": depths} | ({"width": own.astype(np.int32)} if width % 2 == 0 else {}),
             "budget": budget.astype(np.int32),
             "stride": stride,
         }
