@@ -60,14 +60,13 @@ bool Pool::run_one() {
     while (static_cast<uint32_t>(state) != 0) {
         const Run run = run_.load(std::memory_order_relaxed);
         void* const body = body_.load(std::memory_order_relaxed);
-        const int n = n_.load(std::memory_order_relaxed), large = large_.load(std::memory_order_relaxed);
-        const int grain = grain_.load(std::memory_order_relaxed), tail = tail_.load(std::memory_order_relaxed);
+        const int n = n_.load(std::memory_order_relaxed), grain = grain_.load(std::memory_order_relaxed);
         const int chunk = chunks_.load(std::memory_order_relaxed) - static_cast<int>(static_cast<uint32_t>(state));
         if (!state_.compare_exchange_weak(state, state - 1, std::memory_order_acq_rel, std::memory_order_acquire))
             continue;
-        const int begin = chunk < large ? chunk * grain : large * grain + (chunk - large) * tail;
+        const int begin = chunk * grain;
         try {
-            run(body, begin, begin + std::min(n - begin, chunk < large ? grain : tail));
+            run(body, begin, begin + std::min(n - begin, grain));
         } catch (...) {
             std::lock_guard lock(error_mutex_);
             if (!error_) error_ = std::current_exception();
@@ -77,14 +76,12 @@ bool Pool::run_one() {
     return false;
 }
 
-void Pool::run(int n, int large, int grain, int tail, Run run, void* body) {
-    const int chunks = large + (n - large * grain - 1) / tail + 1;
+void Pool::run(int n, int grain, Run run, void* body) {
+    const int chunks = (n - 1) / grain + 1;
     run_.store(run, std::memory_order_relaxed);
     body_.store(body, std::memory_order_relaxed);
     n_.store(n, std::memory_order_relaxed);
-    large_.store(large, std::memory_order_relaxed);
     grain_.store(grain, std::memory_order_relaxed);
-    tail_.store(tail, std::memory_order_relaxed);
     chunks_.store(chunks, std::memory_order_relaxed);
     done_.store(0, std::memory_order_relaxed);
     const uint64_t epoch = (state_.load(std::memory_order_relaxed) >> 32) + 1;

@@ -27,10 +27,9 @@ class Pool {
     int workers() const { return static_cast<int>(threads_.size()); }
     int at_once() const { return std::min(workers(), awake_) + 1; }  // threads of a region that run together
 
-    // run(body, begin, end) over [0, n) in `large` chunks of `grain`, then chunks of `tail`. One caller at a time. Rethrows
-    // what a chunk threw.
+    // run(body, begin, end) over [0, n) in chunks of `grain`. One caller at a time. Rethrows what a chunk threw.
     using Run = void (*)(void* body, int begin, int end);
-    void run(int n, int large, int grain, int tail, Run run, void* body);
+    void run(int n, int grain, Run run, void* body);
 
   private:
     void work();
@@ -41,7 +40,7 @@ class Pool {
     alignas(64) std::atomic<uint64_t> state_{0};
     std::atomic<Run> run_{nullptr};
     std::atomic<void*> body_{nullptr};
-    std::atomic<int> n_{0}, large_{0}, grain_{0}, tail_{0}, chunks_{0};
+    std::atomic<int> n_{0}, grain_{0}, chunks_{0};
     alignas(64) std::atomic<uint32_t> done_{0};  // chunks finished by workers in this epoch
     std::atomic<uint32_t> caller_waits_{0};
     alignas(64) std::atomic<uint32_t> wake_{0};  // futex word of idle workers
@@ -59,23 +58,20 @@ int threads();  // that a loop started here would run on
 
 // body(begin, end) over [0, n), at least `grain` indices at a time except at the end, on the bound rank's threads and
 // this one; complete on return. Which indices share a call is free, so results must not depend on it. Long loops have
-// kChunks chunks a thread, as smaller ones cut the weights that a thread reads in a row, and the last two of each are cut in
-// four: that is what one thread may wait for the others.
+// kChunks chunks a thread: smaller ones balance no better, but cut the weights that a thread reads in a row.
 template <class F>
 void parallel_for(int n, int grain, F&& body) {
-    constexpr int kChunks = 24, kSmaller = 4;
+    constexpr int kChunks = 24;
     if (n <= 0) return;
     Pool* p = n > grain ? pool() : nullptr;
     if (!p) {
         body(0, n);
         return;
     }
-    const int even = n / (kChunks * p->at_once()), tail = std::max(grain, even / kSmaller);
-    grain = std::max(grain, even);
-    const int large = tail < grain ? std::max(0, n / grain - 2 * p->at_once()) : 0;
+    grain = std::max(grain, n / (kChunks * p->at_once()));
     using Body = std::remove_reference_t<F>;
     p->run(
-        n, large, grain, tail, [](void* b, int begin, int end) { (*static_cast<Body*>(b))(begin, end); },
+        n, grain, [](void* b, int begin, int end) { (*static_cast<Body*>(b))(begin, end); },
         const_cast<void*>(static_cast<const void*>(&body)));
 }
 
