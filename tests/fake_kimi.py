@@ -26,19 +26,12 @@ from fake_model import draft_config, draft_tensors
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
+from training.tokenizer import NAMES
+
 DATA = Path(__file__).parent / "data"
 PUBLISHED = json.loads((DATA / "kimi-k2.5-config.json").read_text())
 QUANTIZATION = PUBLISHED["text_config"]["quantization_config"]
 FORMS = ("transformers", "k2-thinking", "k2.5", "k2.6")
-
-# Kimi's special tokens, by their distance from the last ordinary one.
-SPECIAL = {
-    0: "[BOS]", 1: "[EOS]", 2: "<|im_end|>", 3: "<|im_user|>", 4: "<|im_assistant|>", 6: "<|start_header_id|>",
-    7: "<|end_header_id|>", 9: "[EOT]", 10: "<|im_system|>", 11: "<|tool_calls_section_begin|>",
-    12: "<|tool_calls_section_end|>", 13: "<|tool_call_begin|>", 14: "<|tool_call_argument_begin|>",
-    15: "<|tool_call_end|>", 17: "<|im_middle|>", 18: "<|media_begin|>", 19: "<|media_content|>", 20: "<|media_end|>",
-    21: "<|media_pad|>", 22: "<think>", 23: "</think>", 30: "[UNK]", 31: "[PAD]",
-}  # fmt: skip
 
 # Of a vision tower, as many names as show the pattern.
 VISION = {
@@ -235,7 +228,7 @@ def add_tokenizer(folder: Path, ranks: Path) -> None:
     """`ranks`, a tiktoken.model, with Kimi's special tokens behind its ordinary ones."""
     shutil.copy(ranks, folder / "tiktoken.model")
     first = sum(1 for line in ranks.read_bytes().splitlines() if line.strip())
-    added = {str(first + at): {"content": name, "special": True, "lstrip": False} for at, name in SPECIAL.items()}
+    added = {str(first + at): {"content": name, "special": True, "lstrip": False} for at, name in NAMES.items()}
     (folder / "tokenizer_config.json").write_text(
         json.dumps(
             {

@@ -64,6 +64,17 @@ __device__ inline float exp2_fast(float x) {
     return y;
 }
 
+// The sum of v over the lanes before, and the own.
+__device__ inline int warp_sum_before(int v) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+        const int other = __shfl_up_sync(0xffffffffu, v, d);
+        if (lane >= d) v += other;
+    }
+    return v;
+}
+
 // How lane j's part joins a running total: total * keep + part * take.
 struct Fold {
     float keep, take;

@@ -72,16 +72,6 @@ struct FoldJob {
     float scale;  // of scores, to log2
 };
 
-__device__ inline int warp_sum_before(int v) {  // of the lanes before, and the own
-    const int lane = static_cast<int>(threadIdx.x) % kWarp;
-#pragma unroll
-    for (int d = 1; d < kWarp; d *= 2) {
-        const int other = __shfl_up_sync(0xffffffffu, v, d);
-        if (lane >= d) v += other;
-    }
-    return v;
-}
-
 // How many of a tile's groups are of a size: 0 large, 1 middle, 2 small.
 template <int kSize>
 __device__ int groups_of_size(int groups) {

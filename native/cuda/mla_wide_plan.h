@@ -89,16 +89,6 @@ constexpr uint32_t to_divide(int heads) {
                                               static_cast<uint64_t>(heads));
 }
 
-__device__ inline int sum_before(int v) {  // of the lanes before, and the own
-    const int lane = static_cast<int>(threadIdx.x) % kWarp;
-#pragma unroll
-    for (int d = 1; d < kWarp; d *= 2) {
-        const int other = __shfl_up_sync(0xffffffffu, v, d);
-        if (lane >= d) v += other;
-    }
-    return v;
-}
-
 // Of the row that starts a stream's rows: how many there are. `starts` has the start bits of each warp's rows.
 __device__ inline int rows_of_start(int row, int rows, const uint32_t* starts) {
     uint32_t later = row % kWarp == kWarp - 1 ? 0 : ~0u << (row % kWarp + 1);
@@ -133,7 +123,7 @@ __device__ inline void add_tile(WidePlan& s, int* before, const WideJob& job, Wi
     if (size[0] == size[1]) whole[0] = 0;
     const int groups[2] = {wide_groups(whole[0] * kStep), wide_groups(whole[1] * kStep)};
     const int mine = (groups[0] > 0 ? kEntry : 0) + (groups[1] > 0 ? kEntry : 0) + groups[0] + groups[1];
-    const int sum = sum_before(mine);
+    const int sum = warp_sum_before(mine);
     if (lane == kWarp - 1) before[warp] = sum;
     meet<3, kWideTiles>();
     int at = sum - mine;
@@ -176,7 +166,7 @@ __device__ inline void plan_wide(WidePlan& s, WidePlanning& free, const WideJob&
         if (lane == 0 && i < kWideRows) free.starts[warp] = ballot;
         __syncthreads();
         const int length = start ? rows_of_start(i, rows, free.starts) : 0;
-        const int pieces = (length * job.heads + kTileRows - 1) / kTileRows, sum = sum_before(pieces);
+        const int pieces = (length * job.heads + kTileRows - 1) / kTileRows, sum = warp_sum_before(pieces);
         if (lane == kWarp - 1 && i < kWideRows) free.before[warp] = sum;
         __syncthreads();
         if (i < kWideRows) {
