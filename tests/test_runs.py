@@ -72,8 +72,10 @@ def test_events_are_those_of_single_rounds(engine, at_once, builder, budget, sam
 
 
 def test_taps_wait_in_their_ring_and_are_not_lost(engine, at_once):
-    """80 tokens without drafts, more than a ring holds, then trees: as good as when the engine looked at each round. Where the host
-    is the device nobody polls during a run, so it ends after 17 events, and only on a GPU can one be long enough to matter."""
+    """80 tokens without drafts, more than a ring holds, then trees: as good as when the engine looked at each round.
+
+    Where the host is the device nobody polls during a run, so it ends after 17 events: only on a GPU can one be long enough
+    to matter."""
     seen = []
     for rounds in AT_ONCE:
         at_once(rounds)
