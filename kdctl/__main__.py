@@ -28,7 +28,7 @@ from kdctl.output import (
 COMMANDS = {
     "start": ("daemon", "Start the daemon and wait until it is ready."),
     "stop": ("daemon", "Stop the daemon; running requests finish first."),
-    "restart": ("daemon", "Stop, then start with the same model."),
+    "restart": ("daemon", "Stop, then start as before: same model, same settings."),
     "drain": ("daemon", "Refuse new requests; running ones go on."),
     "undrain": ("daemon", "Take new requests again."),
     "logs": ("daemon", "Show the daemon's log."),

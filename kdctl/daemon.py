@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import json
 import os
 import subprocess
 import sys
@@ -115,6 +116,23 @@ def wait_until(settings: Settings, child: subprocess.Popen, log: Path, wait: str
     )
 
 
+def _remember(path: Path, pid: int, model: str | None, config_file: str | None, options: tuple[str, ...]) -> None:
+    """For `restart`. Replaced as a whole, and readable by its owner alone, as a log is."""
+    new = path.with_suffix(".new")
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as f:
+        json.dump({"pid": pid, "model": model, "config": config_file, "set": options}, f)
+    new.replace(path)
+
+
+def _remembered(path: Path, pid: int | None) -> dict[str, Any]:
+    """What the daemon that runs as `pid`, or else the last one, was started with; empty if that was not by `kdctl`."""
+    try:
+        told = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return told if pid in (None, told["pid"]) else {}
+
+
 def _start(
     settings: Settings,
     model: str | None,
@@ -154,6 +172,7 @@ def _start(
     if config.origin("server.log_format") == "built-in":
         arguments += ["--log-format", "json"]  # this log is a file, read by programs as often as by people
     child = spawn(settings, arguments, paths.log)
+    _remember(paths.started, child.pid, model, config_file, options)
     data = {"pid": child.pid, "log": str(paths.log), "state": "starting", "model": None}
     if wait != "none":
         answer = wait_until(settings, child, paths.log, wait, timeout_s)
@@ -264,18 +283,25 @@ def restart(
     wait_timeout: float,
     now: bool,
 ) -> None:
-    """Stop the daemon if it runs, then start it with the same model, unless --model says otherwise."""
+    """Stop the daemon if it runs, then start it again: the same model, and the --config and --set it was started with.
+    What is given here comes on top."""
+    from kd import config as configuration
     from kd.client import KdClientError
 
+    told = configuration.find(settings.instance).started
     try:
         answer = settings.client().status()
-        model = model or (answer["model"] and answer["model"]["path"])
+        same = _remembered(told, settings.client().hello()["pid"])
+        same["model"] = answer["model"] and answer["model"]["path"]
         _stop(settings, now, None)
     except KdClientError as error:
         settings.close()
         if error.name != "NOT_RUNNING":
             raise
-    data = _start(settings, model, config_file, options, wait, wait_timeout)
+        same = _remembered(told, None)
+    model = model or same.get("model")
+    config_file = config_file or same.get("config")
+    data = _start(settings, model, config_file, (*same.get("set", ()), *options), wait, wait_timeout)
     settings.emit("restart", data, lambda: _say_started(settings, data))
 
 

@@ -137,7 +137,7 @@ def test_errors_name_place_key_and_what_is_allowed(tmp_path):
         load(tmp_path)
     place.unlink()
     place.mkdir()
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="is not a file"):
         load(tmp_path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import click
 import pytest
@@ -63,6 +65,41 @@ def test_life_of_a_daemon(kdctl, place, library, nano):
     assert kdctl("stop", "-o", "json").json["pid"] == restarted["pid"]
     kdctl("status", code=3)
     assert json.loads(kdctl("status", "-o", "json", code=3).err)["hint"] == "kdctl start"
+
+
+def test_restart_keeps_what_start_was_told(kdctl, place, library, nano, tmp_path):
+    def words():
+        return (Path("/proc") / str(data["pid"]) / "cmdline").read_text().split("\0")
+
+    def threads_and_chunk():
+        """As the running daemon was told."""
+        return [w.partition("=")[2] for w in words() if w.startswith(("engine.threads=", "engine.prefill_chunk="))]
+
+    file = tmp_path / "kd.toml"
+    file.write_text("[engine]\nmax_queue = 7\n")
+    data = kdctl(
+        "start", "--config", file, "--set", "engine.threads=1", "--set", "engine.prefill_chunk=64", "-o", "json"
+    ).json
+    assert (place / "default" / "started.json").stat().st_mode & 0o777 == 0o600
+    kdctl("load", nano)
+    data = kdctl("restart", "-o", "json").json
+    assert threads_and_chunk() == ["1", "64"] and data["model"] == str(nano)
+    data = kdctl("restart", "--set", "engine.threads=2", "-o", "json").json
+    assert threads_and_chunk() == ["1", "64", "2"] and data["model"] == str(nano)  # the last one counts
+    assert str(file) in words()
+    kdctl("stop", "--now")
+    data = kdctl("restart", "-o", "json").json  # what is not running, too
+    assert threads_and_chunk() == ["1", "64", "2"]
+    kdctl("stop", "--now")
+    data = kdctl("start", "--set", "engine.threads=1", "-o", "json").json  # a start is not told by the one before
+    assert threads_and_chunk() == ["1"] and data["model"] is None
+    told = place / "default" / "started.json"
+    told.write_text(told.read_text().replace(str(data["pid"]), "1"))
+    data = kdctl("restart", "-o", "json").json  # of a daemon that somebody else has started
+    assert threads_and_chunk() == []
+    told.write_text("{")
+    kdctl("restart")
+    kdctl("stop", "--now")
 
 
 def test_start_that_fails_shows_the_log(kdctl, place, library, nano, tmp_path_factory):
@@ -129,6 +166,11 @@ def test_config(kdctl, tmp_path, monkeypatch):
     error = json.loads(kdctl("config", "validate", file, "-o", "json", code=78).err)
     assert error["name"] == "CONFIG" and "engine.tp" in error["message"]
     kdctl("config", "show", "--config", file, code=78)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for words in (["config", "validate", pipe], ["config", "show", "--config", pipe], ["start", "--config", tmp_path]):
+        assert "is not a file" in kdctl(*words, code=78).err
+    assert kdctl("config", "validate", "/dev/null").out == "/dev/null: good\n"
     assert "engine.tp" in kdctl("start", "--config", file, code=78).err
 
 

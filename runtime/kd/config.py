@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -313,6 +314,9 @@ def _read_file(path: Path, *, must_exist: bool) -> dict[str, Any]:
     import tomllib  # only the daemon and `kdctl config` get here
 
     try:
+        mode = path.stat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):  # a pipe would be waited for; /dev/null is an empty file
+            raise ConfigError(f"{path}: is not a file; give a file to --config")
         with path.open("rb") as f:
             raw = f.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:

@@ -50,6 +50,11 @@ class Paths:
     def log(self) -> Path:
         return self.dir / "daemon.log"
 
+    @property
+    def started(self) -> Path:
+        """What `kdctl start` was told, for `kdctl restart`."""
+        return self.dir / "started.json"
+
 
 def paths(instance: str = "default", *, runtime_dir: str = "", env: Mapping[str, str] | None = None) -> Paths:
     """Where the instance's files are or will be; touches nothing. Raises ConfigError for a name or path that cannot be.
