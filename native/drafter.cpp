@@ -1,6 +1,6 @@
 // The DFlash drafter (Z Lab, arXiv 2602.06036): a small Qwen3-style decoder that proposes a block of tokens in one pass.
 // Its context is K/V projected from hidden states of the target (taps); its block is [anchor, MASK x (block - 1)], all of
-// whose rows see the whole context and one another. Embedding and output head are the target's.
+// whose rows see the whole context and one another, or those before them. Embedding and output head are the target's.
 #include "ops.h"
 #include "pages.h"
 
@@ -50,7 +50,7 @@ void draft_block(Rank& r, const View& v, int width) {
         ops::head_norm_rope(a.draft_qkv, w.q_norm, m.draft_rope, v, d.heads_rank, d.head_dim, d.rms_eps);
         ops::head_norm_rope(a.draft_qkv.from(q_width), w.k_norm, m.draft_rope, v, d.kv_heads_rank, d.head_dim,
                             d.rms_eps);
-        ops::draft_attention(a.draft_o, a.draft_qkv, r.draft_k[i], r.draft_v[i], v, d.window[i], d);
+        ops::draft_attention(a.draft_o, a.draft_qkv, r.draft_k[i], r.draft_v[i], v, d.window[i], d.causal[i] != 0, d);
         ops::linear(a.y, a.draft_o, w.o, n);  // hidden, partial
         ops::add_norm(a.h, a.x, a.y, w.post_norm, n, d.hidden, d.rms_eps);
         ops::linear(a.gate_up, a.h, w.gate_up, n);

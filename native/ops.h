@@ -90,10 +90,12 @@ void head_norm_rope(Rows x, Vec norm, const Rope& rope, const View& v, int heads
 // [pages * KD_PAGE_TOKENS][kv_heads_rank * head_dim].
 void draft_append(Rows k_pool, Rows v_pool, Rows k, Rows v, const View& view, const DraftShape& d);
 
-// Non-causal attention of block rows: row r sees the context slots 0 .. prefix[r] - 1 of its stream and all `block` rows of
-// its own block (rows r - r % block ..), where `window` allows (0 = all, else |position difference| < window).
+// Attention of block rows: row r sees the context slots 0 .. prefix[r] - 1 of its stream and the `block` rows of its own block
+// (rows r - r % block ..), all of them or, if `causal`, those up to r, where `window` allows (0 = all, else
+// |position difference| < window).
 // qkv[r] = [q heads | k kv_heads | v kv_heads], q and k normed and rotated. Scale head_dim^-0.5.
-void draft_attention(Rows o, Rows qkv, Rows k_pool, Rows v_pool, const View& v, int window, const DraftShape& d);
+void draft_attention(Rows o, Rows qkv, Rows k_pool, Rows v_pool, const View& v, int window, bool causal,
+                     const DraftShape& d);
 
 // The `k` best of each logits row over all ranks, best first (ties: lowest id), with natural log-probabilities over the
 // whole vocabulary: logit - logsumexp, in fp32. id, logprob [n_rows][k]; k <= vocab. logits [n_rows][vocab_rank]. [collective]

@@ -260,15 +260,15 @@ int32_t kd_probe_draft_append(const kd_probe_device* d, float* k_pool, float* v_
 }
 
 int32_t kd_probe_draft_attention(const kd_probe_device* d, float* o, const float* qkv, const float* k_pool,
-                                 const float* v_pool, const kd_probe_view* v, int32_t window, int32_t pool_rows,
-                                 const kd_probe_draft_shape* p) {
+                                 const float* v_pool, const kd_probe_view* v, int32_t window, int32_t causal,
+                                 int32_t pool_rows, const kd_probe_draft_shape* p) {
     return run("draft_attention", d, [&](Rig& rig) {
         const DraftShape s = draft_shape(p);
         const int width = s.kv_heads_rank * s.head_dim;
         ops::draft_attention(rig.out(o, v->n_rows, s.heads_rank * s.head_dim),
                              rig.in(qkv, v->n_rows, s.heads_rank * s.head_dim + 2 * width),
                              rig.in(k_pool, pool_rows, width), rig.in(v_pool, pool_rows, width), rig.view(v), window,
-                             s);
+                             causal != 0, s);
     });
 }
 

@@ -111,8 +111,8 @@ int32_t kd_probe_head_norm_rope(const kd_probe_device*, float* x, const float* n
 int32_t kd_probe_draft_append(const kd_probe_device*, float* k_pool, float* v_pool, const float* k, const float* v,
                               const kd_probe_view*, int32_t pool_rows, const kd_probe_draft_shape*);
 int32_t kd_probe_draft_attention(const kd_probe_device*, float* o, const float* qkv, const float* k_pool,
-                                 const float* v_pool, const kd_probe_view*, int32_t window, int32_t pool_rows,
-                                 const kd_probe_draft_shape*);
+                                 const float* v_pool, const kd_probe_view*, int32_t window, int32_t causal,
+                                 int32_t pool_rows, const kd_probe_draft_shape*);
 /* logits [n_rows][vocab], dealt out to the ranks in nearly equal parts */
 int32_t kd_probe_top_logprobs(const kd_probe_device*, int32_t* id, float* logprob, const float* logits, int32_t n_rows,
                               int32_t k, int32_t vocab);

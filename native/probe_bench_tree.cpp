@@ -50,7 +50,7 @@ int32_t kd_bench_draft_attention(const kd_bench* b, double* us, int32_t streams,
         for (size_t i = 0; i < k.size(); i++) k[i] = room.rows(pool, width), value[i] = room.rows(pool, width);
         const Rows qkv = room.rows(rows, heads * dim + 2 * width), o = room.rows(rows, heads * dim);
         return [=, v = forest.view](int turn) {
-            ops::draft_attention(o, qkv, k[turn % k.size()], value[turn % k.size()], v, window, d);
+            ops::draft_attention(o, qkv, k[turn % k.size()], value[turn % k.size()], v, window, false, d);
         };
     });
 }

@@ -131,7 +131,11 @@ std::string dump(const kd::DraftShape& d) {
     m.add("layers", d.layers).add("hidden", d.hidden).add("heads", d.heads).add("heads_rank", d.heads_rank);
     m.add("kv_heads", d.kv_heads).add("kv_heads_rank", d.kv_heads_rank).add("head_dim", d.head_dim);
     m.add("inter", d.inter).add("inter_rank", d.inter_rank).add("block", d.block).add("mask_token", d.mask_token);
-    return m.add("rms_eps", double{d.rms_eps}).add("taps", d.taps).add("window", d.window).text();
+    return m.add("rms_eps", double{d.rms_eps})
+        .add("taps", d.taps)
+        .add("window", d.window)
+        .add("causal", d.causal)
+        .text();
 }
 
 std::string dump(const kd::model::Rotary& r, int dim) {

@@ -388,16 +388,19 @@ void check_draft_attention(Bench& b) {
         const int page = pages - 1 - i / KD_PAGE_TOKENS;
         return &pool[static_cast<size_t>((page * KD_PAGE_TOKENS + i % KD_PAGE_TOKENS) * dim)];
     };
-    std::vector<double> want;
-    for (int r = 0; r < block; r++)
-        for (int head = 0; head < heads; head++)
-            attend(
-                want, &qkv[static_cast<size_t>((r * (heads + 2) + head) * dim)], prefix + block, dim, dim,
-                1 / std::sqrt(double{dim}), [&](int i) { return at(k, 0, i); }, [&](int i) { return at(value, 1, i); });
-    const Rows o = b.rows(std::vector<float>(want.size()), block);
-    ops::draft_attention(o, b.rows(qkv, block), b.rows(k, pages * KD_PAGE_TOKENS),
-                         b.rows(value, pages * KD_PAGE_TOKENS), b.view(position, before, pages), 0, d);
-    b.expect("draft_attention", b.values(o, block, heads * dim), want);
+    for (const bool causal : {false, true}) {
+        std::vector<double> want;
+        for (int r = 0; r < block; r++)
+            for (int head = 0; head < heads; head++)
+                attend(
+                    want, &qkv[static_cast<size_t>((r * (heads + 2) + head) * dim)], prefix + (causal ? r + 1 : block),
+                    dim, dim, 1 / std::sqrt(double{dim}), [&](int i) { return at(k, 0, i); },
+                    [&](int i) { return at(value, 1, i); });
+        const Rows o = b.rows(std::vector<float>(want.size()), block);
+        ops::draft_attention(o, b.rows(qkv, block), b.rows(k, pages * KD_PAGE_TOKENS),
+                             b.rows(value, pages * KD_PAGE_TOKENS), b.view(position, before, pages), 0, causal, d);
+        b.expect("draft_attention", b.values(o, block, heads * dim), want);
+    }
 }
 
 }  // namespace

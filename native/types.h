@@ -117,6 +117,7 @@ struct DraftShape {
     float rms_eps = 0;
     std::vector<int> taps;    // target layers whose output is fed to it, ascending
     std::vector<int> window;  // per layer: 0 = full, else |query - key| < window
+    std::vector<int> causal;  // per layer: whether a row of the block sees none of the block's later ones
 
     int depth() const { return block > 0 ? block - 1 : 0; }
 };

@@ -280,7 +280,7 @@ def draft_config(c, d):
         "eos_token_id": c["vocab"] - 3,
         "pad_token_id": c["vocab"] - 1,
         "use_cache": True,
-    }
+    } | d.get("config", {})
 
 
 def write_json(path, value):

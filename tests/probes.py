@@ -217,10 +217,10 @@ class Probes:
                   len(k_pool), self._draft_shape(d))  # fmt: skip
         return k_pool, v_pool
 
-    def draft_attention(self, device, qkv, k_pool, v_pool, v, window, d):
+    def draft_attention(self, device, qkv, k_pool, v_pool, v, window, causal, d):
         o = floats(len(qkv), d.heads_rank * d.head_dim)
-        self._run("draft_attention", device, self._f(o), self._f(qkv), self._f(k_pool), self._f(v_pool), self._view(v), window,
-                  len(k_pool), self._draft_shape(d))  # fmt: skip
+        self._run("draft_attention", device, self._f(o), self._f(qkv), self._f(k_pool), self._f(v_pool), self._view(v),
+                  window, causal, len(k_pool), self._draft_shape(d))  # fmt: skip
         return (o,)
 
     def top_logprobs(self, device, logits, k, s=None):

@@ -355,7 +355,9 @@ BAD_DRAFTS = [
     (f"{D}/output_multiplier", 2.0, "dflash_config.output_multiplier"),
     (f"{D}/something_new", 1, "dflash_config.something_new"),
     (f"{D}/is_causal", True, "dflash_config.is_causal is true"),
-    ("is_causal", True, "is_causal is true"),
+    ("is_causal", 1, "is_causal is 1", "true or false"),
+    (f"{D}/causal", "yes", 'dflash_config.causal is "yes"'),
+    ("sliding_window_non_causal", "no", 'sliding_window_non_causal is "no"'),
     ("layer_types", ["full_attention"], "layer_types", "a list of 3"),
     ("layer_types", ["full_attention", "full_attention", "linear_attention"], "linear_attention"),
     ("layer_types", ["full_attention", "full_attention", "sliding_attention"], "sliding_window is missing"),
@@ -387,6 +389,35 @@ def test_bad_config_is_refused(probe, configs, case):
 def test_bad_draft_config_is_refused(probe, configs, case):
     path, value, *words = case
     refused(lambda: probe.config(configs[0], draft=changed(configs[1], path, value)), "draft/config.json", *words)
+
+
+CAUSAL = [  # is_causal, dflash_config.causal, sliding_window_non_causal -> layers (sliding, full, sliding), or a sentence
+    (None, None, None, [0, 0, 0]),
+    (False, None, None, [0, 0, 0]),
+    (True, None, None, [1, 1, 1]),
+    (None, True, None, [1, 1, 1]),
+    (None, False, None, [0, 0, 0]),
+    (True, True, None, [1, 1, 1]),
+    (None, None, False, [1, 0, 1]),
+    (None, None, True, [0, 0, 0]),
+    (True, False, None, "dflash_config.causal differs from is_causal"),
+    (False, True, None, "dflash_config.causal differs from is_causal"),
+    (True, None, False, "sliding_window_non_causal stands beside is_causal or dflash_config.causal"),
+    (None, False, False, "sliding_window_non_causal stands beside"),
+]
+
+
+@pytest.mark.parametrize("case", CAUSAL, ids=str)
+def test_whether_a_block_is_causal_is_a_setting(probe, configs, case):
+    whole, nested, non_causal, want = case
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    draft = configs[1] | {"layer_types": kinds, "sliding_window": 24}
+    draft |= {"is_causal": whole, "sliding_window_non_causal": non_causal}
+    draft["dflash_config"] = draft["dflash_config"] | {"causal": nested}
+    if isinstance(want, str):
+        refused(lambda: probe.config(configs[0], draft=draft), "draft/config.json", want)
+    else:
+        assert probe.config(configs[0], draft=draft)["draft"]["causal"] == want
 
 
 HARMLESS = [

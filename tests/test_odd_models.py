@@ -18,6 +18,7 @@ ODD = {
     "all layers routed": dict(dense_layers=0, experts=5, topk=5, yarn=None, draft={**DRAFT, "window": [24]}),
     "mostly dense": dict(dense_layers=2, hidden=96, inter=77, vocab=64, draft={**DRAFT, "block": 16, "layers": 2}),
     "as Kimi K2.5 nests it": dict(prefix="language_model.", shards=3, yarn={**YARN, "factor": 8.0}),
+    "causal drafter": dict(experts=5, draft={**DRAFT, "config": {"is_causal": True}}),
     "one head": dict(heads=1, kv_lora=64, rope=2, vocab=33, draft=None),
 }
 

@@ -159,9 +159,9 @@ def drafts(rng):
     table, pages = ref.kv.random_page_table(rng, [1500, 70])
     v = ref.draft.block_view(DRAFT, [5, 5], [1400, 64], table)
     k_pool, v_pool = (backend.act(tiled(rng, pages * ref.PAGE, 8 * 128)) for _ in range(2))
-    for window in 0, 1024:
+    for window, causal in (0, False), (1024, False), (1024, True):
         qkv = backend.act(tiled(rng, len(v["token"]), (64 + 16) * 128))
-        case = dict(qkv=qkv, k_pool=k_pool, v_pool=v_pool, v=v, window=window, d=DRAFT)
+        case = dict(qkv=qkv, k_pool=k_pool, v_pool=v_pool, v=v, window=window, causal=causal, d=DRAFT)
         yield case, case, lambda y: y
 
 

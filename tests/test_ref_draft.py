@@ -1,6 +1,7 @@
 """The specification's drafter against the published code (PyPI `dflash`), on nano's drafter and on random ones."""
 
 import json
+import shutil
 
 import fake_model
 import numpy as np
@@ -10,6 +11,9 @@ from dflash.model import DFlashDraftModel
 from ref import draft, kv, model
 from safetensors.torch import load_file
 from transformers import Qwen3Config
+
+import kd
+from kd.tokenizer import Tokenizer
 
 torch.set_num_threads(1)
 
@@ -71,6 +75,10 @@ RANDOM = [
     {**PLAIN, "window": [0, 5], "block": 16, "taps": [1], "head_dim": 16},
     {**PLAIN, "layers": 1, "kv_heads": 6, "yarn": {**fake_model.YARN}, "taps": [0, 1, 2]},
     {**PLAIN, "yarn": {k: v for k, v in fake_model.YARN.items() if k != "mscale_all_dim"}, "head_dim": 64},
+    {**PLAIN, "layers": 3, "window": 12, "config": {"is_causal": True}},
+    {**PLAIN, "config": {"is_causal": True}},
+    # Published code without is_causal: the sliding layers are causal. We need to be told.
+    {**PLAIN, "layers": 3, "window": 5, "config": {"is_causal": None, "sliding_window_non_causal": False}},
 ]
 
 
@@ -78,3 +86,19 @@ RANDOM = [
 def test_random_drafter(tmp_path, i):
     folder = fake_model.write_model(tmp_path, **{**fake_model.SMALL3, "seed": 200 + i, "draft": RANDOM[i]})
     compare(folder, 75 + i, i)
+
+
+def test_a_causal_drafter_drafts_in_the_engine_as_in_the_specification(library, nano, tmp_path):
+    """Seen by what the target takes of its drafts, round by round: nano's own drafter, and made causal."""
+    prompt = Tokenizer.load(nano).encode("def is_prime(n):\n    if n < 2:\n        return")
+    found = {}
+    for causal in (False, True):
+        folder = shutil.copytree(nano, tmp_path / str(causal))
+        config = json.loads((folder / "draft/config.json").read_text())
+        (folder / "draft/config.json").write_text(json.dumps(config | {"is_causal": causal}))
+        want = model.generate(model.load(folder), prompt, 48, "chain", 7)
+        with kd.Engine(folder, library=library, threads=1) as engine:
+            got = engine.generate(prompt, max_tokens=48, builder="chain", budget=7, ignore_eos=True)
+        assert list(got.tokens) == want.tokens and got.rounds == 1 + len(want.accepted)  # the first is the prompt's
+        found[causal] = want.accepted
+    assert found[False] != found[True]

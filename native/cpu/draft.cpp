@@ -40,7 +40,8 @@ void draft_append(Rows k_pool, Rows v_pool, Rows k, Rows v, const View& view, co
     }
 }
 
-void draft_attention(Rows o, Rows qkv, Rows k_pool, Rows v_pool, const View& v, int window, const DraftShape& d) {
+void draft_attention(Rows o, Rows qkv, Rows k_pool, Rows v_pool, const View& v, int window, bool causal,
+                     const DraftShape& d) {
     if (v.n_rows <= 0) return;
     KD_CHECK(d.block > 0 && v.n_rows % d.block == 0 && d.heads_rank % d.kv_heads_rank == 0);
     const int dim = d.head_dim, heads_per_kv = d.heads_rank / d.kv_heads_rank;
@@ -79,7 +80,8 @@ void draft_attention(Rows o, Rows qkv, Rows k_pool, Rows v_pool, const View& v, 
         for (int slot = oldest; slot < end; slot++)
             fold(cpu::kv_row(k_pool, v, stream, slot) + kv_head * dim,
                  cpu::kv_row(v_pool, v, stream, slot) + kv_head * dim);
-        for (int r = block; r < block + d.block; r++)
+        const int block_end = causal ? first + 1 : block + d.block;
+        for (int r = block; r < block_end; r++)
             if (window == 0 || std::abs(raw(v.position)[r] - position) < window)
                 fold(raw(qkv, r) + k_column + kv_head * dim, raw(qkv, r) + v_column + kv_head * dim);
         if (waiting > 0) {
@@ -96,8 +98,9 @@ void draft_attention(Rows o, Rows qkv, Rows k_pool, Rows v_pool, const View& v, 
     cpu::parallel_for(blocks * d.heads_rank, cpu::grain_for(ops_per_item), [&](int begin, int end) {
         for (int item = begin; item < end; item++) {
             const int first = item / d.heads_rank * d.block, head = item % d.heads_rank;
-            // A window that leaves a key out leaves out others for the next row.
-            bool alike = true;
+            // A causal row sees one key more than the one before; a window that leaves a key out leaves out others for the
+            // next row.
+            bool alike = !causal;
             for (int r = first; r < first + d.block; r++) {
                 alike &= raw(v.prefix)[r] == raw(v.prefix)[first] && raw(v.stream)[r] == raw(v.stream)[first];
                 alike &= window == 0 || std::max(raw(v.position)[r], raw(v.prefix)[r]) < window;

@@ -184,6 +184,24 @@ void add_stop_ids(Config& config, std::string_view text, const std::string& wher
     sort_ids(config.stop_ids, where);
 }
 
+// Whether the rows of a block see those after them, layer by layer: the keys that published drafters, vLLM, SGLang and
+// speculators spell it with. Missing: they do, in every layer, as in the code that comes with Kimi K2.6's drafter.
+static void read_causal(DraftShape& d, Reader& r, Reader& f) {
+    const bool whole = r.find("is_causal") || f.find("causal");
+    bool causal = r.boolean_or("is_causal", false);
+    if (f.find("causal")) {
+        const bool also = f.boolean("causal");
+        if (r.find("is_causal") && also != causal) f.wrong("causal", "differs from is_causal");
+        causal = also;
+    }
+    d.causal.assign(d.window.size(), causal);
+    if (!r.find("sliding_window_non_causal")) return;
+    if (whole)
+        r.wrong("sliding_window_non_causal", "stands beside is_causal or dflash_config.causal; one of them must go");
+    const bool sliding = !r.boolean("sliding_window_non_causal");
+    for (size_t i = 0; i < d.window.size(); ++i) d.causal[i] = sliding && d.window[i] != 0;
+}
+
 DraftConfig parse_draft_config(std::string_view text, const std::string& where, const Config& target) {
     const Value root = json::parse(text, where);
     Reader r(root, where, "");
@@ -217,7 +235,6 @@ DraftConfig parse_draft_config(std::string_view text, const std::string& where, 
     r.must_be("attention_bias", false);
     r.must_be("mlp_bias", false);
     r.must_be("tie_word_embeddings", false);
-    r.must_be("is_causal", false);  // missing: what the published Kimi drafters were trained with
     r.must_be_off("quantization_config");
     r.find("eos_token_id");
 
@@ -255,7 +272,7 @@ DraftConfig parse_draft_config(std::string_view text, const std::string& where, 
         f.wrong("target_layer_ids", "should list 1 to " + std::to_string(kMaxTaps) + " layers");
     for (size_t i = 1; i < d.taps.size(); ++i)
         if (d.taps[i] <= d.taps[i - 1]) f.wrong("target_layer_ids", "is not ascending");
-    f.must_be("is_causal", false);
+    read_causal(d, r, f);
     f.judge_rest(true);
 
     c.rotary = read_rotary(r, true);

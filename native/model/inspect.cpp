@@ -92,6 +92,7 @@ std::string draft(const Opening& o) {
     j.text("path", o.draft->folder->path()).number("parameters", o.info.draft_parameters).number("layers", d.layers);
     j.number("heads", d.heads).number("kv_heads", d.kv_heads).number("head_dim", d.head_dim).number("inter", d.inter);
     j.number("block", d.block).number("mask_token", d.mask_token).list("taps", d.taps).list("windows", d.window);
+    j.list("causal", d.causal);
     return j.raw("rotary", rope(o.draft->config.rotary)).json();
 }
 

@@ -77,6 +77,7 @@ class DraftShape:
     rms_eps: float = 1e-5
     taps: tuple = field(default=())
     window: tuple = field(default=())
+    causal: tuple = field(default=())
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ One pass over [anchor, mask, mask, ..] gives a distribution per depth. Its keys 
 and of the context: one vector a committed token, made of the target's taps.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,13 +33,13 @@ def draft_append(k_pool, v_pool, k, v, view, d):
     return append(k_pool, view, k), append(v_pool, view, v)
 
 
-def draft_attention(qkv, k_pool, v_pool, v, window, d):
+def draft_attention(qkv, k_pool, v_pool, v, window, causal, d):
     """qkv [n][(heads_rank + 2 kv_heads_rank) * head_dim] -> o [n][heads_rank * head_dim]; n a multiple of d.block"""
     qkv = f64(qkv).reshape(len(qkv), -1, d.head_dim)
     q, key, value = np.split(qkv, [d.heads_rank, d.heads_rank + d.kv_heads_rank], axis=1)
     o = np.empty_like(q)
     for r in range(len(q)):
-        block = np.arange(r - r % d.block, r - r % d.block + d.block)
+        block = np.arange(r - r % d.block, r + 1 if causal else r - r % d.block + d.block)
         context = np.arange(v["prefix"][r])
         position = np.concatenate((context, v["position"][block]))
         near = np.abs(position - v["position"][r]) < window if window else np.ones(len(position), bool)
@@ -129,12 +130,13 @@ def block_view(d, anchors, starts, page_table):
 def block_forward(m, x, pools, view):
     """x [n][hidden], embedded blocks -> final hidden states [n][hidden]"""
     d = m.shape
-    for layer, (k_pool, v_pool), window in zip(m.layers, pools, d.window, strict=True):
+    for layer, (k_pool, v_pool), window, causal in zip(m.layers, pools, d.window, d.causal, strict=True):
         qkv = linear(rms_norm(x, layer.input_norm, d.rms_eps), layer.qkv)
         q, k, value = np.split(qkv, [d.heads * d.head_dim, (d.heads + d.kv_heads) * d.head_dim], axis=1)
         q = head_norm_rope(q, layer.q_norm, m.rope, view, d.heads, d.head_dim, d.rms_eps)
         k = head_norm_rope(k, layer.k_norm, m.rope, view, d.kv_heads, d.head_dim, d.rms_eps)
-        x = x + linear(draft_attention(np.concatenate((q, k, value), axis=1), k_pool, v_pool, view, window, d), layer.o)
+        qkv = np.concatenate((q, k, value), axis=1)
+        x = x + linear(draft_attention(qkv, k_pool, v_pool, view, window, causal, d), layer.o)
         x = x + linear(swiglu(linear(rms_norm(x, layer.post_norm, d.rms_eps), layer.gate_up)), layer.down)
     return rms_norm(x, m.norm, d.rms_eps)
 
@@ -192,7 +194,7 @@ def draft_attention_cases(rng):
         (SHAPES[3], [63, 200], [0, 2, 64]),
         (SHAPES[2], [1000], [0]),
     ]:
-        for window in windows:
+        for window, causal in itertools.product(windows, (False, True)):
             table, pages = random_page_table(rng, [start + d.block for start in starts])
             v = block_view(d, [5] * len(starts), starts, table)
             seen = np.zeros(pages * 64, bool)
@@ -202,7 +204,15 @@ def draft_attention_cases(rng):
             pools = rand(rng, 2, pages * 64, d.kv_heads_rank * d.head_dim)
             pools[:, ~seen] = np.nan
             qkv = rand(rng, len(v["token"]), (d.heads_rank + 2 * d.kv_heads_rank) * d.head_dim)
-            yield {"qkv": qkv, "k_pool": pools[0], "v_pool": pools[1], "v": v, "window": window, "d": d}
+            yield {
+                "qkv": qkv,
+                "k_pool": pools[0],
+                "v_pool": pools[1],
+                "v": v,
+                "window": window,
+                "causal": causal,
+                "d": d,
+            }
 
 
 def top_logprobs_cases(rng):

@@ -171,6 +171,15 @@ def load_layer(tensors, i, s):
     return layer
 
 
+def causal_layers(c, slides):
+    """Whether a block's rows see none of its later rows, a layer: is_causal or dflash_config.causal, of all layers; or
+    sliding_window_non_causal, false where the sliding ones are causal."""
+    whole = c.get("is_causal")
+    whole = c["dflash_config"].get("causal") if whole is None else whole
+    sliding = not c.get("sliding_window_non_causal", True)
+    return tuple(bool(whole) if whole is not None else sliding and slide for slide in slides)
+
+
 def load_drafter(folder):
     c = json.loads((Path(folder) / "config.json").read_text())
     tensors = {name.removeprefix("model."): a for name, a in read_tensors(folder).items()}
@@ -191,6 +200,7 @@ def load_drafter(folder):
         rms_eps=c["rms_norm_eps"],
         taps=tuple(c["dflash_config"]["target_layer_ids"]),
         window=tuple(c["sliding_window"] if slide else 0 for slide in slides),
+        causal=causal_layers(c, slides),
     )
 
     def w(name):
