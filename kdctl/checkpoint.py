@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -9,10 +10,23 @@ from typing import Any
 
 import click
 
-from kdctl.output import FAILED, Failure, Settings, bytes_text, command, is_terminal, pairs, table
+from kdctl.output import (
+    FAILED,
+    NOT_FOUND,
+    PERMISSION,
+    REFUSED,
+    Failure,
+    Settings,
+    bytes_text,
+    command,
+    is_terminal,
+    pairs,
+    table,
+)
 
 ROWS = {"cpu": 1024, "cuda": 640}  # of one step, the engine's own limits
 ELEMENT_BYTES = {"cpu": 4, "cuda": 2}  # of activations and KV rows
+EXITS = {"KD_E_NOT_FOUND": NOT_FOUND, "KD_E_EXISTS": REFUSED, "KD_E_BUSY": REFUSED}
 DRAFT = click.option(
     "--draft", default="auto", show_default=True, help="Drafter: auto (PATH/draft), none, or a folder."
 )
@@ -20,7 +34,7 @@ LINKS = click.option("--follow-links", is_flag=True, help="Symbolic links in the
 
 
 def _failed(error: Any) -> Failure:
-    return Failure(error.message, FAILED, error.name)
+    return Failure(error.message, EXITS.get(error.name, FAILED), error.name)
 
 
 def _ranks(n: int) -> str:
@@ -124,6 +138,7 @@ def inspect(
         except KdError as again:
             raise _failed(again) from None
         drafter = error.message
+    del about["skipped"], about["draft_skipped"]  # names, perhaps thousands
     cards = gpus()
     if device == "auto":
         device = "cuda" if cards else "cpu"
@@ -200,10 +215,14 @@ def verify_checkpoint(
 ) -> None:
     """Is the model folder PATH whole? Names file, tensor and offset of every fault. Needs no daemon.
 
-    Hashes are compared with PATH/kd-hashes.json and with the names in Hugging Face's cache, and remembered until a file changes.
+    Bytes are compared with everything that is known of them: the hashes in packed files, golden.json, kd-hashes.json, and the
+    names in Hugging Face's cache; what was hashed is remembered until a file changes.
     """
     from kd import checkpoint
+    from kd.native import KdError
 
+    if write and no_hashes:
+        raise click.UsageError("--write needs the hashes that --no-hashes leaves out")
     shown = [0]
 
     def progress(done: int, total: int) -> None:
@@ -212,15 +231,28 @@ def verify_checkpoint(
             shown[0] = percent
             click.echo(f"\r\x1b[Kreading: {percent} % of {bytes_text(total)}", nl=False, err=True)
 
-    found = checkpoint.verify(path, draft=draft, follow_links=follow_links, hashes=not no_hashes, progress=progress)
-    if shown[0]:
-        click.echo("\r\x1b[K", nl=False, err=True)
-    if write and not found["faults"]:
-        found["written"] = str(checkpoint.write_hashes(path, follow_links=follow_links))
+    try:
+        if write and not os.access(path, os.W_OK) and os.path.isdir(path):
+            raise PermissionError(errno.EACCES, "it may not be written to", path)
+        found = checkpoint.verify(
+            path, draft=draft, follow_links=follow_links, hashes=not no_hashes, write=write, progress=progress
+        )
+    except KdError as error:
+        raise _failed(error) from None
+    except OSError as error:
+        raise Failure(
+            f"{path}: kd-hashes.json cannot be written ({error.strerror}): verify without --write, or give user "
+            f"{os.geteuid()} leave to write there",
+            PERMISSION,
+            "PERMISSION",
+        ) from None
+    finally:
+        if shown[0]:
+            click.echo("\r\x1b[K", nl=False, err=True)
 
     def human() -> None:
         for fault in found["faults"]:
-            place = fault["file"] or path
+            place = os.path.join(path, fault["file"]) if fault["file"] else path
             place += f", byte {fault['offset']}" if fault["offset"] >= 0 else ""
             place += f", tensor {fault['tensor']}" if fault["tensor"] else ""
             click.echo(f"{place}: {fault['what']}")
@@ -232,6 +264,12 @@ def verify_checkpoint(
             else ""
         )
         click.echo(f"{text}: {found['files']} files, {bytes_text(found['bytes'])}{how}")
+        if not (no_hashes or number or found["compared"]):
+            click.echo("There was nothing to compare the bytes with: no golden.json, kd-hashes.json or download cache.")
+        for name in found["written"]:
+            click.echo(f"written: {name}")
+        if write and number:
+            click.echo("no kd-hashes.json was written: it is for folders without faults")
 
     settings.emit("verify_checkpoint", {"path": path, **found}, human, rows="faults")
     if found["faults"]:

@@ -228,6 +228,7 @@ class FakeEngine:
             kv_bytes_token=64,
             kv_tokens=8192,
             content_hash=0xABCDEF,
+            target_hash=0xABCDEF,
             weights_generation=1,
         )
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from fake_model import SMALL3, write_model
 
-from kd import Engine, checkpoint
+from kd import Engine, checkpoint, hashing
 from kd.convert import convert
 from kdctl import checkpoint as commands
 from kdctl.__main__ import run
@@ -89,7 +89,7 @@ def test_inspect_refuses_as_a_load_does(capsys, folder, tmp_path):
     code, error = kdctl(capsys, "inspect", folder)
     assert (code, error["name"]) == (1, "KD_E_MODEL") and TWO in error["message"]
     code, error = kdctl(capsys, "inspect", tmp_path / "none")
-    assert (code, error["name"]) == (1, "KD_E_IO")
+    assert (code, error["name"]) == (5, "KD_E_NOT_FOUND")
 
 
 # ---- verify ------------------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_every_fault_is_named_with_file_tensor_and_offset(capsys, folder):
     index["weight_map"]["ghost"] = TWO
     (folder / checkpoint.INDEX).write_text(json.dumps(index))
     found = {(f["file"], f["tensor"]): f for f in faults(capsys, folder)}
-    assert found["model-00001-of-00003.safetensors", ""]["what"] == "No such file or directory"
+    assert found["model-00001-of-00003.safetensors", ""]["what"] == "is missing: fetch it again"
     assert found[TWO, name] == {"file": TWO, "tensor": name, "offset": at, "what": "holds a NaN or infinity"}
     assert "only names of files in the folder" in found[checkpoint.INDEX, "evil"]["what"]
     assert "the index says it is" in found[TWO, "ghost"]["what"]
@@ -145,10 +145,9 @@ def test_every_fault_is_named_with_file_tensor_and_offset(capsys, folder):
 
 @pytest.mark.parametrize("where", ["first", "last", "draft"])
 def test_a_flipped_bit_is_found_by_its_hash(capsys, folder, where):
-    assert kdctl(capsys, "verify-checkpoint", folder, "--write")[1]["written"].endswith("kd-hashes.json")
-    assert kdctl(capsys, "verify-checkpoint", folder)[1]["compared"] == 3
-    checkpoint.write_hashes(folder / "draft")
-    assert kdctl(capsys, "verify-checkpoint", folder)[1]["compared"] == 4
+    written = [str(folder / name / "kd-hashes.json") for name in ("", "draft")]
+    assert kdctl(capsys, "verify-checkpoint", folder, "--write")[1]["written"] == written
+    assert kdctl(capsys, "verify-checkpoint", folder)[1]["compared"] == 8  # with configs and index
     file = {"first": "model-00001-of-00003.safetensors", "last": TWO, "draft": "draft/model.safetensors"}[where]
     data = bytearray((folder / file).read_bytes())
     at = header_of(folder / file)[1] if where == "first" else len(data) - 1
@@ -159,9 +158,9 @@ def test_a_flipped_bit_is_found_by_its_hash(capsys, folder, where):
 
 
 def test_a_fault_beyond_the_first_piece_has_its_place(capsys, folder, monkeypatch):
-    monkeypatch.setattr(checkpoint, "PIECE_BYTES", 1 << 16)
-    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 1 << 12)
-    checkpoint.write_hashes(folder)
+    monkeypatch.setattr(hashing, "PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(hashing, "CHUNK_BYTES", 3 << 12)  # chunks end within pieces
+    checkpoint.verify(folder, write=True)
     data = bytearray((folder / TWO).read_bytes())
     data[150_000] ^= 1
     (folder / TWO).write_bytes(data)
@@ -184,7 +183,7 @@ def test_what_was_downloaded_is_compared_with_its_name(capsys, whole, tmp_path, 
         shutil.copy(path, blob)
         (snapshot / path.name).symlink_to(f"../../blobs/{blob.name}")
     code, found = kdctl(capsys, "verify-checkpoint", snapshot)
-    assert (code, found["compared"]) == (0, 3)
+    assert (code, found["compared"]) == (0, 6)
     real = (snapshot / TWO).resolve()
     data = bytearray(real.read_bytes())
     data[-1] ^= 1
@@ -241,7 +240,8 @@ def test_convert_and_serve(capsys, library, folder, tmp_path):
     code, said = kdctl(capsys, "convert", folder, out, "--tp", 2)
     assert code == 0 and said["bytes"] > 100_000
     assert sorted(p.name for p in out.iterdir()) == [
-        "config.json", "draft", "generation_config.json", "packed-rank-0.safetensors", "packed-rank-1.safetensors",
+        "config.json", "draft", "generation_config.json", "kd-hashes.json", "packed-rank-0.safetensors",
+        "packed-rank-1.safetensors",
     ]  # fmt: skip
     prompt = [3, 50, 7]
     found = []
@@ -254,11 +254,11 @@ def test_convert_and_serve(capsys, library, folder, tmp_path):
             assert np.isfinite(engine.score(prompt)).all()
     assert found[0] == found[1]
     _, about = kdctl(capsys, "inspect", out)
-    assert (about["kind"], about["packed_tp"], about["packed_layout"]) == ("packed", 2, "1 cpu plain 1")
+    assert (about["kind"], about["packed_tp"], about["packed_layout"]) == ("packed", 2, "2 cpu plain 1")
     assert about["content_hash"] == f"{found[0][2]:016x}"
     assert faults(capsys, out) == []
     code, error = kdctl(capsys, "convert", folder, out)
-    assert (code, error["name"]) == (1, "KD_E_EXISTS")
+    assert (code, error["name"]) == (6, "KD_E_EXISTS")
 
 
 def test_nano_is_golden_when_packed(nano, library, tmp_path):

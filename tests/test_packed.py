@@ -101,7 +101,7 @@ def test_the_files_are_safetensors(probe, packed):
         with safe_open(packed / f"packed-rank-{rank}.safetensors", "np") as file:
             about = file.metadata()
             assert (about["format"], about["tp"], about["rank"]) == ("kd-packed", "2", str(rank))
-            assert about["layout"] == "1 cpu plain 1"
+            assert about["layout"] == "2 cpu plain 1"
             parts = list(file.keys())
             assert {"vocabulary", "layers.0", "layers.2", "rope", "draft", "draft.layers.1", "draft.rope"} <= set(parts)
             sizes = [file.get_slice(part).get_shape()[0] for part in parts]
@@ -115,7 +115,7 @@ def test_the_layout_has_not_changed_unnoticed(packed):
     with safe_open(packed / RANK0, "np") as file:
         about = file.metadata()
     assert (about["layout"], about["fingerprint"], about["target_fingerprint"]) == (
-        "1 cpu plain 1",
+        "2 cpu plain 1",
         "c719b9d827092e5a",
         "0536240a345931b0",
     )
@@ -171,8 +171,8 @@ def rename_part(folder: Path) -> None:
 
 DAMAGE = {
     "another layout": (
-        metadata(layout="2 cpu plain 1"),
-        ["layout '2 cpu plain 1'", "needs '1 cpu plain 1'", "convert"],
+        metadata(layout="3 cpu plain 1"),
+        ["layout '3 cpu plain 1'", "needs '2 cpu plain 1'", "convert"],
     ),
     "another backend": (metadata(layout="1 cuda tiles 1"), ["layout '1 cuda tiles 1'", "convert"]),
     "another format": (metadata(format="pt"), ["format 'pt'"]),

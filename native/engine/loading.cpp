@@ -123,6 +123,7 @@ std::unique_ptr<Resident> Engine::make_resident(LoadPlan& plan, uint64_t generat
     info.kv_bytes_token = Rank::kv_bytes_token(m);
     info.kv_tokens = uint64_t(limits.kv_pages) * KD_PAGE_TOKENS;
     info.content_hash = loaded.info.content_hash;
+    info.target_hash = loaded.info.target_hash;
     info.weights_generation = generation;
     return resident;
 }

@@ -127,16 +127,17 @@ std::string Folder::read_text(const std::string& name, size_t max_bytes) const {
 
 safetensors::Header read_header(const File& file) {
     uint8_t prefix[safetensors::kPrefixBytes];
+    if (file.bytes == 0) refuse(file.path, "is empty; fetch it again");
     if (file.bytes < sizeof prefix)
-        refuse(file.path, "has " + std::to_string(file.bytes) +
-                              " bytes; it is truncated, fetch "
-                              "it again");
+        refuse(file.path, "has " + std::to_string(file.bytes) + " bytes; it is truncated, fetch it again");
     file.read(prefix, sizeof prefix, 0, "its header");
     std::string bytes(static_cast<size_t>(safetensors::header_bytes(prefix, file.bytes, file.path)), '\0');
     file.read(bytes.data(), bytes.size(), 0, "its header");
     if (memcmp(bytes.data(), prefix, sizeof prefix) != 0) refuse(file.path, "changes while it is read; load it again");
     return safetensors::parse(bytes, file.bytes, file.path);
 }
+
+bool has_weights(const Folder& folder) { return folder.has(kIndexName) || folder.has(kSingleName); }
 
 Checkpoint open_checkpoint(const Folder& folder, const std::function<void()>& pause) {
     const bool has_index = folder.has(kIndexName);

@@ -75,6 +75,9 @@ struct Checkpoint {
     std::unordered_map<std::string_view, Found> tensors;  // names live in headers
 };
 
+// Whether the folder holds an index or a single file of weights.
+bool has_weights(const Folder& folder);
+
 // Opens all files and reads their headers; `pause` is called between two of them and may throw.
 Checkpoint open_checkpoint(const Folder& folder, const std::function<void()>& pause);
 

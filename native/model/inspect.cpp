@@ -12,6 +12,14 @@ namespace {
 // One JSON object, member by member.
 class Object {
   public:
+    static std::string quoted(const std::string& value) {
+        std::string s = "\"";
+        for (const char c : printable(value, 2000)) {
+            if (c == '"' || c == '\\') s += '\\';
+            s += c;
+        }
+        return s + "\"";
+    }
     Object& raw(const char* key, const std::string& json) {
         text_ += (text_.empty() ? "\"" : ",\"") + std::string(key) + "\":" + json;
         return *this;
@@ -23,17 +31,15 @@ class Object {
         snprintf(s, sizeof s, "%.9g", value);
         return raw(key, s);
     }
-    Object& text(const char* key, const std::string& value) {
-        std::string s = "\"";
-        for (const char c : printable(value, 2000)) {
-            if (c == '"' || c == '\\') s += '\\';
-            s += c;
-        }
-        return raw(key, s + "\"");
-    }
+    Object& text(const char* key, const std::string& value) { return raw(key, quoted(value)); }
     Object& list(const char* key, const std::vector<int32_t>& values) {
         std::string s;
         for (const int32_t v : values) s += (s.empty() ? "" : ",") + std::to_string(v);
+        return raw(key, "[" + s + "]");
+    }
+    Object& texts(const char* key, const std::vector<std::string>& values) {
+        std::string s;
+        for (const std::string& v : values) s += (s.empty() ? "" : ",") + quoted(v);
         return raw(key, "[" + s + "]");
     }
     std::string json() const { return "{" + text_ + "}"; }
@@ -133,7 +139,9 @@ std::string inspect(const std::string& path, const DraftChoice& choice, Links li
     for (const auto& header : o->files.headers) tensors += header.tensors.size();
     j.number("files", static_cast<uint64_t>(o->files.files.size())).number("file_bytes", file_bytes);
     j.number("tensors", tensors).raw("bytes", by_kind(o->plan));
-    j.number("skipped_tensors", o->plan.skipped).number("skipped_bytes", o->plan.skipped_bytes);
+    j.number("skipped_tensors", static_cast<uint64_t>(o->plan.skipped.size()));
+    j.number("skipped_bytes", o->plan.skipped_bytes);
+    j.texts("skipped", o->plan.skipped).texts("draft_skipped", o->draft_plan.skipped);
     j.raw("draft", draft(*o));
     if (o->about) {
         char hash[17];

@@ -38,7 +38,7 @@ uint64_t hash_of(const std::string& text) {
 void open_parts(Opening& o, const Folder& folder, const DraftChoice& choice, int tp,
                 const std::function<void()>& pause) {
     const bool look_only = tp == kLookOnly, packed = is_packed(folder);
-    if (packed) o.about = std::make_unique<PackedAbout>(about_packed(folder));
+    if (packed) o.about = std::make_unique<PackedAbout>(about_packed(folder, look_only));
     if (look_only) tp = packed ? o.about->tp : 1;
     Layout layout;
     Model sketch;
@@ -62,7 +62,7 @@ void open_parts(Opening& o, const Folder& folder, const DraftChoice& choice, int
         target_done();
         o.plan = collector.finish([&](std::string_view name) { return is_skipped(name, prefix, o.config); });
         o.info.parameters = o.plan.parameters;
-        o.info.skipped = o.plan.skipped;
+        o.info.skipped = o.plan.skipped.size();
         o.draft = open_draft(folder, choice, o.config, nullptr);
         if (o.draft) {
             o.draft_files = open_checkpoint(*o.draft->folder, pause);
@@ -95,6 +95,11 @@ void open_parts(Opening& o, const Folder& folder, const DraftChoice& choice, int
 std::unique_ptr<Opening> open_model(const Folder& folder, const DraftChoice& choice, int tp,
                                     const std::function<void()>& pause) {
     auto o = std::make_unique<Opening>();  // in place: plans point into what it holds
+    if (!folder.has(kConfigName) && !is_packed(folder) && !has_weights(folder))
+        refuse(
+            folder.path(),
+            "holds no model: there is neither a config.json nor weights; give the folder that Hugging Face's files are "
+            "in, or one that `kdctl convert` has made");
     o->config_text = folder.read_text(kConfigName, kMaxConfigBytes);
     o->config = parse_config(o->config_text, folder.path_of(kConfigName));
     if (folder.has(kGenerationName))

@@ -60,13 +60,38 @@ uint64_t end_of(const std::vector<Layout::Part>& parts, size_t i, uint64_t bytes
     return i + 1 < parts.size() ? parts[i + 1].at : bytes;
 }
 
+constexpr std::string_view kHeaderHash = "\"header_hash\":\"";
+constexpr char kNoDigits[] = "0000000000000000";
+
+// Of prefix and header, in which the digits of the hash itself are zeros.
+std::string header_hash(const std::string& header) {
+    Hash hash;
+    hash.add(header);
+    return hex(hash.value());
+}
+
+void check_header(const File& file, const safetensors::Header& header) {
+    std::string bytes(header.data_begin, '\0');
+    file.read(bytes.data(), bytes.size(), 0, "its header");
+    const std::string expected = member(header.metadata, "header_hash", file.path);
+    const size_t at = bytes.find(std::string(kHeaderHash) + expected);
+    if (at != std::string::npos) bytes.replace(at + kHeaderHash.size(), expected.size(), kNoDigits);
+    if (at == std::string::npos || header_hash(bytes) != expected)
+        refuse(file.path, "bytes 0 to " + std::to_string(header.data_begin) +
+                              " (its header) are not those that were written; the file is damaged, convert again");
+}
+
 }  // namespace
 
 std::string packed_name(int rank) { return "packed-rank-" + std::to_string(rank) + ".safetensors"; }
 
-bool is_packed(const Folder& folder) { return folder.has(packed_name(0)); }
+bool is_packed(const Folder& folder) {
+    for (int rank = 0; rank < KD_MAX_TP; ++rank)
+        if (folder.has(packed_name(rank))) return true;
+    return false;
+}
 
-PackedAbout about_packed(const Folder& folder) {
+PackedAbout about_packed(const Folder& folder, bool check) {
     const auto file = folder.open(packed_name(0));
     const safetensors::Header header = read_header(*file);
     const Metadata& m = header.metadata;
@@ -81,6 +106,7 @@ PackedAbout about_packed(const Folder& folder) {
     about.info.draft_parameters = number(m, "draft_parameters", file->path, 10);
     about.info.content_hash = number(m, "content_hash", file->path, 16);
     about.info.target_hash = number(m, "target_hash", file->path, 16);
+    if (check) check_header(*file, header);
     return about;
 }
 
@@ -136,6 +162,7 @@ void Packed::open(const Folder& folder, const Packing& p, int tp, int rank) {
             pieces_.push_back({rank, at, std::min(kPieceBytes, end - at), hash, i});
         }
     }
+    check_header(*files_.back(), header);
     read_bytes_ += p.bytes;
 }
 
@@ -252,6 +279,7 @@ std::string header_of(const Loaded& loaded, int rank, const std::vector<uint64_t
     text("draft_parameters", std::to_string(info.draft_parameters));
     text("config_hash", hex(p.config_hash));
     text("draft_config_hash", hex(p.draft_config_hash));
+    text("header_hash", kNoDigits);
     text("hashes", digits);
     s.back() = '}';
     for (size_t i = 0; i < p.parts.size(); ++i) {
@@ -263,7 +291,9 @@ std::string header_of(const Loaded& loaded, int rank, const std::vector<uint64_t
     s += "}";
     s.append((kPage - (s.size() + safetensors::kPrefixBytes) % kPage) % kPage, ' ');
     const uint64_t n = s.size();
-    return std::string(reinterpret_cast<const char*>(&n), sizeof n) + s;
+    s.insert(0, reinterpret_cast<const char*>(&n), sizeof n);
+    const std::string hash = header_hash(s);
+    return s.replace(s.find(kHeaderHash) + kHeaderHash.size(), hash.size(), hash);
 }
 
 void save_rank(const Loaded& loaded, int rank, const std::string& path, Progress& progress) {

@@ -5,7 +5,8 @@
 // format "kd-packed"; layout (kPackedLayout and device::weight_layout()), tp, rank, bytes, fingerprint, target_bytes and
 // target_fingerprint (without the drafter): the layout, which must be this build's own; content_hash, target_hash, parameters, draft_parameters: as kd::model::Info, of the folder it was made
 // from; config_hash, draft_config_hash: of the config texts, which lie beside it; hashes: XXH64 in 16 hexadecimal digits of each
-// piece of kPieceBytes of each part, in order. Every byte that is read is compared with these.
+// piece of kPieceBytes of each part, in order; header_hash: of all before the data, with zeros for these 16 digits.
+// Every byte that is read is compared with these.
 #pragma once
 
 #include "model/files.h"
@@ -13,12 +14,13 @@
 
 namespace kd::model {
 
-constexpr int kPackedLayout = 1;  // raise it whenever plan.cpp puts something elsewhere
+constexpr int kPackedLayout =
+    2;  // raise it whenever plan.cpp puts something elsewhere, or these files change otherwise
 constexpr uint64_t kPieceBytes = uint64_t{16} << 20;
 
 std::string packed_name(int rank);  // of the file
 
-// Whether the folder is a packed one.
+// Whether the folder is a packed one, perhaps with files missing.
 bool is_packed(const Folder& folder);
 // What the first rank's file says of itself.
 struct PackedAbout {
@@ -27,7 +29,8 @@ struct PackedAbout {
     bool draft = false;
     Info info;  // counts of parameters and hashes
 };
-PackedAbout about_packed(const Folder& folder);
+// `check`: with the header's own hash, which Packed does where the files are opened.
+PackedAbout about_packed(const Folder& folder, bool check);
 
 // An opened packed folder. What does not fit `packing`, which is this build's for the same configs, is refused (KD_E_MODEL).
 // Without a draft_config_hash in it a drafter in the files is left out.

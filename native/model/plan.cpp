@@ -94,7 +94,7 @@ Plan Collector::finish(const std::function<bool(std::string_view)>& skip) {
             if (found.used) continue;
             if (!skip(t.name))
                 wrong(found, "is nothing this engine has a use for, so the model is not what config.json says");
-            ++plan_.skipped;
+            plan_.skipped.push_back(t.name);
             plan_.skipped_bytes += t.end - t.begin;
         }
     std::sort(plan_.places.begin(), plan_.places.end(), [](const Place& a, const Place& b) {

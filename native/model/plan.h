@@ -45,7 +45,8 @@ struct Plan {
     std::vector<Place> places;  // in the order in which the files hold them
     uint64_t read_bytes = 0;    // of all places
     uint64_t parameters = 0;
-    uint64_t skipped = 0, skipped_bytes = 0;  // tensors that a text model does not need
+    std::vector<std::string> skipped;  // tensors that a text model does not need
+    uint64_t skipped_bytes = 0;
 };
 
 // Memory of a rank, from `base` on; with base 0 only the layout is made.

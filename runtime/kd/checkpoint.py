@@ -1,51 +1,66 @@
 """Looking at a model folder without an engine: what it holds, and whether it is whole.
 
-`inspect` asks the library, which checks everything that a load would up to the first weight. `verify` reads every byte and finds
-every fault there is, not the first one; `write_hashes` leaves a kd-hashes.json for later comparisons.
+`inspect` asks the library, which checks everything that a load would up to the first weight. `verify` reads every byte, finds
+every fault there is, not the first one, and compares with everything that is known: the hashes in packed files, golden.json, the
+names in Hugging Face's cache, and kd-hashes.json, which it can leave for the next time.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kd import hashing
 from kd.files import follow, present, read_bounded, why
+from kd.golden import GOLDEN, Golden, GoldenError
+from kd.hashing import Digest, Hash, Segment, digest
+from kd.headers import (
+    INDEX,
+    MAX_INDEX_BYTES,
+    BadFile,
+    Fault,
+    Header,
+    open_file,
+    packed_names,
+    read_header,
+    read_index,
+    together,
+)
+from kd.packed import Packed, read_packed
 
 HASHES = "kd-hashes.json"
-INDEX = "model.safetensors.index.json"
-PIECE_BYTES = 64 << 20  # of one hash, so that a fault has a place
-CHUNK_BYTES = 4 << 20
-MAX_HEADER_BYTES = 100_000_000
-MAX_INDEX_BYTES = 256 << 20
 MAX_CACHE_BYTES = 64 << 20
-ELEMENT_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4,
-    "F32": 4, "I64": 8, "U64": 8, "F64": 8,
-}  # fmt: skip
+MAX_CONFIG_BYTES = 1 << 20
+# What a load reads beside the weights.
+SIDE_FILES = ("config.json", "generation_config.json", "tiktoken.model", "tokenizer_config.json", "chat_template.jinja")
 
 
-@dataclass(frozen=True)
-class Fault:
-    """One thing that is wrong. offset: in the file; -1 where a file as a whole is meant."""
+def must_be_folder(path: str | Path) -> None:
+    """Raises KdError."""
+    from kd.structs import failure
 
-    file: str
-    tensor: str
-    offset: int
-    what: str
-
-
-class _Bad(Exception):
-    def __init__(self, what: str, tensor: str = "", offset: int = -1):
-        super().__init__(what)
-        self.what, self.tensor, self.offset = what, tensor, offset
+    try:
+        if stat.S_ISDIR(os.stat(path).st_mode):
+            os.listdir(path)
+            return
+    except FileNotFoundError:
+        raise failure("KD_E_NOT_FOUND", f"{path}: there is no such folder; check the path") from None
+    except NotADirectoryError:
+        pass
+    except OSError as error:
+        raise failure(
+            "KD_E_IO",
+            f"{path}: the model folder cannot be read by user {os.geteuid()} ({error.strerror}); give that user access to "
+            "it and to the folders above",
+        ) from None
+    raise failure("KD_E_NOT_FOUND", f"{path}: is a file; give the folder that it is in")
 
 
 def inspect(path: str | Path, *, draft: str | Path = "auto", follow_links: bool = False) -> dict[str, Any]:
@@ -53,6 +68,7 @@ def inspect(path: str | Path, *, draft: str | Path = "auto", follow_links: bool 
     from kd import structs
     from kd.native import ffi, load_library
 
+    must_be_folder(path)
     library = load_library("cpu")
     options, keep = structs.load_options(draft, None, False, follow_links)
     size = 1 << 16
@@ -68,92 +84,11 @@ def inspect(path: str | Path, *, draft: str | Path = "auto", follow_links: bool 
         return json.loads(ffi.string(text))
 
 
-# ---- headers ---------------------------------------------------------------------------------------------------------
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key appears twice")
-    return found
-
-
-def read_header(path: Path, follow_links: bool) -> dict[str, tuple[str, int, int]]:
-    """name -> (type, begin, end in the file), in the file's order. Raises _Bad, OSError."""
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
-    fd = os.open(follow(path, follow_links), flags)
-    try:
-        about = os.fstat(fd)
-        if not stat.S_ISREG(about.st_mode):
-            raise _Bad("it is no regular file")
-        prefix = os.pread(fd, 8, 0)
-        n = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or n > about.st_size - 8:
-            raise _Bad(f"the header should have {n} bytes and the file has {about.st_size}: it is truncated", "", 0)
-        if not 2 <= n <= MAX_HEADER_BYTES:
-            raise _Bad(f"the header should have {n} bytes, 2 to {MAX_HEADER_BYTES} are allowed", "", 0)
-        try:
-            header = json.loads(os.pread(fd, n, 8), object_pairs_hook=_object)
-            rows = [
-                (name, t["dtype"], tuple(t["shape"]), *t["data_offsets"])
-                for name, t in header.items()
-                if name != "__metadata__"
-            ]
-            for _, kind, shape, begin, end in rows:
-                if kind not in ELEMENT_BYTES or not all(type(x) is int and x >= 0 for x in (*shape, begin, end)):
-                    raise ValueError("an entry is no tensor")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise _Bad(f"the header cannot be read ({error})", "", 8) from None
-    finally:
-        os.close(fd)
-    at = 0
-    found = {}
-    for name, kind, shape, begin, end in sorted(rows, key=lambda row: (row[3], row[4])):
-        size = ELEMENT_BYTES[kind]
-        for dimension in shape:
-            size *= dimension
-        if begin != at:
-            raise _Bad("overlaps another" if begin < at else "has a hole before it", name, 8 + n + begin)
-        if end - begin != size:
-            raise _Bad(f"has {end - begin} bytes, its shape and type say {size}", name, 8 + n + begin)
-        if 8 + n + end > about.st_size:
-            raise _Bad(
-                f"ends at byte {8 + n + end}, the file has {about.st_size}: it is truncated", name, about.st_size
-            )
-        found[name] = (kind, 8 + n + begin, 8 + n + end)
-        at = end
-    if 8 + n + at != about.st_size:
-        raise _Bad(f"{about.st_size - 8 - n - at} bytes follow the last tensor", "", 8 + n + at)
-    return found
-
-
-def _tensor_at(header: dict[str, tuple[str, int, int]], begin: int, end: int) -> str:
-    return next((name for name, (_, first, last) in header.items() if first < end and last > begin), "")
-
-
-# ---- contents --------------------------------------------------------------------------------------------------------
-
-
-def _chunks(path: str) -> Iterator[tuple[int, bytes]]:
-    with open(path, "rb", buffering=0) as file:
-        at = 0
-        while data := file.read(CHUNK_BYTES):
-            yield at, data
-            at += len(data)
-
-
-def _wild(kind: str, data: bytes) -> int:
-    """Index of the first byte of a NaN or infinity, or -1."""
-    import numpy as np
-
-    dtype, exponent = (np.uint16, 0x7F80) if kind == "BF16" else (np.uint32, 0x7F800000)
-    values: Any = np.frombuffer(data, dtype, len(data) // np.dtype(dtype).itemsize)
-    found = (values & exponent) == exponent
-    return int(found.argmax()) * values.itemsize if found.any() else -1
+# ---- what is known of a folder -----------------------------------------------------------------------------------------
 
 
 class _Cache:
-    """Hashes of files that have not changed since (device, inode, size, time of change), in the user's cache folder."""
+    """What is known of files that have not changed since (device, inode, size, time of change), in the user's cache folder."""
 
     def __init__(self, path: Path | None):
         base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -164,16 +99,20 @@ class _Cache:
             self._known = {}
 
     @staticmethod
-    def _key(path: str) -> str:
+    def _key(path: str, segments: list[Segment]) -> str:
         s = os.stat(path)
-        return f"{s.st_dev}:{s.st_ino}:{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}"
+        parts = Hash(b"".join(b"%d %d %s\n" % (p.begin, p.end, p.before) for p in segments)).value()
+        return f"{s.st_dev}:{s.st_ino}:{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}:{parts:016x}"
 
-    def get(self, path: str) -> dict[str, Any] | None:
-        found = self._known.get(self._key(path))
-        return found if isinstance(found, dict) else None
+    def get(self, path: str, segments: list[Segment]) -> Digest | None:
+        try:
+            sha256, pieces, sums = self._known[self._key(path, segments)]
+            return Digest(str(sha256), "", list(pieces), [int(n) for n in sums], {})
+        except (KeyError, ValueError, TypeError):
+            return None
 
-    def put(self, path: str, value: dict[str, Any]) -> None:
-        self._known[self._key(path)] = value
+    def put(self, path: str, segments: list[Segment], found: Digest, sums: list[int]) -> None:
+        self._known[self._key(path, segments)] = [found.sha256, found.pieces, sums]
 
     def save(self) -> None:
         try:
@@ -185,68 +124,152 @@ class _Cache:
             pass
 
 
-def _hash_file(
-    path: str, header: dict[str, tuple[str, int, int]], tick: Callable[[int], None]
-) -> tuple[dict[str, Any], list[Fault]]:
-    """({"sha256", "pieces"}, NaNs and infinities), in one pass."""
-    whole, pieces, faults = hashlib.sha256(), [], []
-    piece = hashlib.blake2b(digest_size=16)
-    floats = [(name, kind, begin, end) for name, (kind, begin, end) in header.items() if kind in ("BF16", "F32")]
-    first = 0
-    for at, data in _chunks(path):
-        whole.update(data)
-        piece.update(data)
-        end = at + len(data)
-        if end % PIECE_BYTES == 0 or len(data) < CHUNK_BYTES:
-            pieces.append(piece.hexdigest())
-            piece = hashlib.blake2b(digest_size=16)
-        for name, kind, begin, last in floats[first:]:
-            if begin >= end:
-                break
-            if last <= at:
-                first += 1
-                continue
-            size = ELEMENT_BYTES[kind]
-            low = max(begin, at) - at
-            low += -(low + at - begin) % size
-            found = _wild(kind, data[low : min(last, end) - at])
-            if found >= 0:
-                faults.append(Fault(os.path.basename(path), name, at + low + found, "holds a NaN or infinity"))
-        tick(len(data))
-    if whole.digest() and len(pieces) < -(-os.path.getsize(path) // PIECE_BYTES):
-        pieces.append(piece.hexdigest())
-    return {"sha256": whole.hexdigest(), "pieces": pieces}, faults
+@dataclass
+class _Job:
+    """A file to read. name: as it is told; sum: that of its segments' hashes, where these are tensors."""
+
+    name: str
+    real: str
+    header: Header | None = None
+    segments: list[Segment] = field(default_factory=list)
+    packed: Packed | None = None
+    expected: list[str] | None = None
+    found: Digest | None = None
+    sum: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return os.path.getsize(self.real)
 
 
-def weight_files(folder: Path, follow_links: bool, faults: list[Fault]) -> dict[str, set[str] | None]:
-    """file -> the tensors an index says it holds, or None where there is no index."""
-    index = folder / INDEX
-    if not present(index):
-        packed = sorted(p.name for p in folder.glob("packed-rank-*.safetensors"))
-        return dict.fromkeys(packed or ["model.safetensors"])
-    try:
-        weight_map = json.loads(read_bounded(index, MAX_INDEX_BYTES, follow_links), object_pairs_hook=_object)[
-            "weight_map"
+@dataclass
+class _Place:
+    """The target's folder, or the drafter's. prefix: before the names of its files."""
+
+    prefix: str
+    folder: Path
+    weights: list[_Job] = field(default_factory=list)
+    sides: list[_Job] = field(default_factory=list)
+
+    def read(self, follow_links: bool, faults: list[Fault]) -> None:
+        """Looks at everything but the bytes of the weights."""
+        expected = self._expected(follow_links, faults)
+        packed = not self.prefix and packed_names(self.folder)
+        if not packed and not present(self.folder / INDEX) and not present(self.folder / "config.json"):
+            if not present(self.folder / "model.safetensors"):
+                what = "holds no model: there is neither a config.json nor weights; give the folder that Hugging Face's files "
+                faults.append(Fault("", "", -1, what + "are in, or one that `kdctl convert` has made"))
+                return
+        if packed:
+            self._read_packed(packed, follow_links, faults)
+        else:
+            self._read_published(follow_links, faults)
+        for job in self.weights:
+            job.expected = expected.pop(job.name.removeprefix(self.prefix), None)
+        names = [
+            *expected,
+            *(n for n in (*SIDE_FILES, GOLDEN, INDEX) if present(self.folder / n) and n not in expected),
         ]
-        files: dict[str, set[str] | None] = {}
-        for name, file in weight_map.items():
-            if not re.fullmatch(r"[^./\\\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]*\.safetensors", file):
-                faults.append(
-                    Fault(
-                        INDEX,
-                        name,
-                        -1,
-                        f"is said to be in {file!r:.100}: only names of files in the folder are allowed",
-                    )
-                )
+        for name in names:
+            try:
+                real = follow(self.folder / name, follow_links)
+                self.sides.append(_Job(self.prefix + name, real, expected=expected.get(name)))
+            except OSError as error:
+                faults.append(Fault(self.prefix + name, "", -1, why(error)))
+
+    def _header(self, file: str, follow_links: bool, faults: list[Fault]) -> _Job | None:
+        try:
+            header = read_header(self.folder / file, follow_links)
+            return _Job(self.prefix + file, follow(self.folder / file, follow_links), header)
+        except FileNotFoundError:
+            faults.append(Fault(self.prefix + file, "", -1, "is missing: fetch it again"))
+        except OSError as error:
+            faults.append(Fault(self.prefix + file, "", -1, why(error)))
+        except BadFile as bad:
+            faults.append(Fault(self.prefix + file, bad.tensor, bad.offset, bad.what))
+        return None
+
+    def _read_published(self, follow_links: bool, faults: list[Fault]) -> None:
+        indexed = present(self.folder / INDEX)
+        files = read_index(self.folder, follow_links, faults) if indexed else {"model.safetensors": set()}
+        for file, named in files.items():
+            job = self._header(file, follow_links, faults)
+            if job is None or job.header is None:
                 continue
-            tensors = files.setdefault(file, set())
-            assert tensors is not None
-            tensors.add(name)
+            there = job.header.tensors
+            if indexed:
+                for name, more in together(named - there.keys(), lambda also: also):
+                    faults.append(Fault(job.name, name, -1, f"is not in the file{more}; the index says it is"))
+                for name, more in together(there.keys() - named, lambda also: also):
+                    what = f"is in the file{more}; the index does not say so"
+                    faults.append(Fault(job.name, name, there[name].begin, what))
+            self.weights.append(job)
+
+    def _read_packed(self, names: list[str], follow_links: bool, faults: list[Fault]) -> None:
+        first: Packed | None = None
+        for file in names:
+            job = self._header(file, follow_links, faults)
+            if job is None or job.header is None:
+                continue
+            try:
+                job.packed = read_packed(self.folder / file, job.header, follow_links)
+                first = first or job.packed
+                job.packed.belongs(file, first)
+            except BadFile as bad:
+                faults.append(Fault(file, bad.tensor, bad.offset, bad.what))
+            except OSError as error:
+                faults.append(Fault(file, "", -1, why(error)))
+            job.segments = job.packed.segments if job.packed else []
+            self.weights.append(job)
+        for rank in range(first.tp if first else 0):
+            if (name := f"packed-rank-{rank}.safetensors") not in names:
+                what = f"is missing: the folder was packed for {first.tp if first else 0} ranks; convert the checkpoint again"
+                faults.append(Fault(name, "", -1, what))
+        if first:
+            faults += [Fault(*found) for found in first.other_configs(self.folder, follow_links)]
+
+    def _expected(self, follow_links: bool, faults: list[Fault]) -> dict[str, list[str]]:
+        """What kd-hashes.json says of each file that is there."""
+        if not present(self.folder / HASHES):
+            return {}
+        try:
+            value = json.loads(read_bounded(self.folder / HASHES, MAX_INDEX_BYTES, follow_links))
+            if value["piece_bytes"] != hashing.PIECE_BYTES:
+                raise ValueError(f"piece_bytes is {value['piece_bytes']}")
+            files = {name: [str(piece) for piece in of["pieces"]] for name, of in value["files"].items()}
+            if any(os.path.isabs(name) or ".." in Path(name).parts for name in files):
+                raise ValueError("it names files that are not in the folder")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            faults.append(Fault(self.prefix + HASHES, "", -1, f"cannot be used ({why(error)}): mend it or remove it"))
+            return {}
+        for name in [name for name in files if not present(self.folder / name)]:
+            del files[name]
+            faults.append(Fault(self.prefix + name, "", -1, f"is missing; {HASHES} names it"))
         return files
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        faults.append(Fault(INDEX, "", -1, f"cannot be read ({why(error)})"))
-        return {}
+
+    def write(self) -> Path:
+        """kd-hashes.json of what was read. Raises OSError."""
+        jobs = [job for job in (*self.weights, *self.sides) if job.found]
+        files = {
+            job.name.removeprefix(self.prefix): {"bytes": job.bytes, "pieces": job.found.pieces if job.found else []}
+            for job in jobs
+        }
+        return write_hashes(self.folder, files)
+
+
+def write_hashes(folder: Path, files: dict[str, Any]) -> Path:
+    """kd-hashes.json: {file: {"bytes", "pieces"}}. Raises OSError."""
+    part = folder / f".{HASHES}.{os.getpid()}"
+    try:
+        part.write_text(json.dumps({"piece_bytes": hashing.PIECE_BYTES, "files": files}, indent=1))
+        os.replace(part, folder / HASHES)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+    return folder / HASHES
+
+
+# ---- verify --------------------------------------------------------------------------------------------------------------
 
 
 def verify(
@@ -255,129 +278,195 @@ def verify(
     draft: str | Path = "auto",
     follow_links: bool = False,
     hashes: bool = True,
+    write: bool = False,
     progress: Callable[[int, int], None] | None = None,
     cache: Path | None = None,
 ) -> dict[str, Any]:
-    """{"faults", "files", "bytes", "hashed", "cached", "compared"}. Looks at presence, sizes, headers and index; with `hashes`
-    at every byte, for NaN and infinity, and compares with the hashes there are: of kd-hashes.json, and in the names of Hugging
-    Face's cache. Names of files are relative to the folder."""
-    from kd.native import KdError
-
+    """{"faults", "files", "bytes", "hashed", "cached", "compared", "written"}. Looks at presence, sizes, headers and index; with
+    `hashes` at every byte, for NaN and infinity, and compares with everything there is to compare with; `write`: a folder
+    without faults gets a kd-hashes.json, and so does its draft/. Names of files are relative to the folder. Raises KdError for
+    what is no folder, OSError where hashes cannot be written."""
+    must_be_folder(folder)
     folder = Path(folder)
     faults: list[Fault] = []
-    report = {"files": 0, "bytes": 0, "hashed": 0, "cached": 0, "compared": 0}
-    folders = [("", folder)]
+    places = [_Place("", folder)]
     if draft not in ("auto", "none"):
-        folders.append((f"{draft}/", Path(draft)))
-    elif draft == "auto" and present(folder / "draft") and not present(folder / "packed-rank-0.safetensors"):
-        folders.append(("draft/", folder / "draft"))
-    known = _Cache(cache)
-    jobs: list[tuple[str, str, dict[str, tuple[str, int, int]], dict[str, Any]]] = []
-    for prefix, place in folders:
-        expected = _expected(place, prefix, follow_links, faults)
-        for file, tensors in weight_files(place, follow_links, faults).items():
-            try:
-                header = read_header(place / file, follow_links)
-            except OSError as error:
-                faults.append(Fault(prefix + file, "", -1, error.strerror or str(error)))
-                continue
-            except _Bad as bad:
-                faults.append(Fault(prefix + file, bad.tensor, bad.offset, bad.what))
-                continue
-            for name in sorted((tensors or set()) - header.keys()):
-                faults.append(Fault(prefix + file, name, -1, "is not in the file; the index says it is"))
-            for name in sorted(header.keys() - tensors) if tensors is not None else ():
-                faults.append(Fault(prefix + file, name, header[name][1], "is in the file; the index does not say so"))
-            real = follow(place / file, follow_links)
-            report["files"] += 1
-            report["bytes"] += os.path.getsize(real)
-            jobs.append((prefix + file, real, header, expected.get(file, {})))
-    if not faults or hashes:
-        try:
-            inspect(folder, draft=draft, follow_links=follow_links)
-        except KdError as error:
-            if not faults:
-                faults.append(Fault("", "", -1, error.message))
+        must_be_folder(draft)
+        places.append(_Place(f"{draft}/", Path(draft)))
+    elif draft == "auto" and present(folder / "draft") and not packed_names(folder):
+        places.append(_Place("draft/", folder / "draft"))
+    for place in places:
+        place.read(follow_links, faults)
+    weights = [job for place in places for job in place.weights]
+    report: dict[str, Any] = {"files": len(weights), "bytes": sum(job.bytes for job in weights)}
+    report |= {"hashed": 0, "cached": 0, "compared": 0, "written": []}
+    about = _inspect(folder, draft, follow_links, faults)
     if hashes:
-        _compare(jobs, known, report, faults, progress)
+        for place, skipped in zip(places, ("skipped", "draft_skipped"), strict=False):
+            _segment(place, set(about.get(skipped, ())))
+        known = _Cache(cache)
+        _read(places, known, report, faults, progress)
         known.save()
+        _compare_golden(folder, places, draft, follow_links, bool(about), report, faults)
+    if write and not faults:
+        report["written"] = [str(place.write()) for place in places if place.prefix in ("", "draft/")]
     return report | {"faults": [asdict(fault) for fault in faults]}
 
 
-def _expected(place: Path, prefix: str, follow_links: bool, faults: list[Fault]) -> dict[str, dict[str, Any]]:
-    """What kd-hashes.json says of each file."""
-    if not present(place / HASHES):
+def _inspect(folder: Path, draft: str | Path, follow_links: bool, faults: list[Fault]) -> dict[str, Any]:
+    """What a load would say: only of a folder in which nothing was found, or it would be said twice."""
+    from kd.native import KdError
+
+    if faults:
         return {}
     try:
-        value = json.loads(read_bounded(place / HASHES, MAX_INDEX_BYTES, follow_links))
-        if value["piece_bytes"] != PIECE_BYTES:
-            raise ValueError(f"piece_bytes is {value['piece_bytes']}")
-        files = {
-            name: {"bytes": int(of["bytes"]), "pieces": list(map(str, of["pieces"]))}
-            for name, of in value["files"].items()
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        faults.append(Fault(prefix + HASHES, "", -1, f"cannot be used ({why(error)})"))
+        return inspect(folder, draft=draft, follow_links=follow_links)
+    except KdError as error:
+        place, _, what = error.message.partition(": ")
+        known = what and Path(place).is_relative_to(folder)
+        file = str(Path(place).relative_to(folder)) if known else ""
+        faults.append(Fault("" if file == "." else file, "", -1, what if known else error.message))
         return {}
-    for name in files:
-        if not present(place / name):
-            faults.append(Fault(prefix + name, "", -1, f"is missing; {HASHES} names it"))
-    return files
 
 
-def _compare(jobs: list, known: _Cache, report: dict[str, int], faults: list[Fault], progress: Any) -> None:
+def _segment(place: _Place, skipped: set[str]) -> None:
+    """Of published weights: the tensors that content_hash is made of."""
+    for job in place.weights:
+        if job.header and not job.packed:
+            job.segments = [
+                Segment(t.begin, t.end, f"{name}{t.kind}[{', '.join(map(str, t.shape))}]".encode())
+                for name, t in job.header.tensors.items()
+                if name not in skipped
+            ]
+
+
+def _read(places: list[_Place], known: _Cache, report: dict[str, Any], faults: list[Fault], progress: Any) -> None:
     done = 0
 
     def tick(n: int) -> None:
         nonlocal done
         done += n
         if progress:
-            progress(done, report["bytes"])
+            progress(min(done, report["bytes"]), report["bytes"])
 
-    def one(job: tuple) -> list[Fault]:
-        name, real, header, expected = job
-        found = known.get(real)
-        wild: list[Fault] = []
-        if found is None:
-            found, wild = _hash_file(real, header, tick)
-            report["hashed"] += 1
-            if not wild:
-                known.put(real, found)
-        else:
+    def weights(job: _Job) -> list[Fault]:
+        job.found = known.get(job.real, job.segments)
+        if job.found:
             report["cached"] += 1
-            tick(os.path.getsize(real))
-        bad = [Fault(name, w.tensor, w.offset, w.what) for w in wild]
-        blob = os.path.basename(real)
-        if re.fullmatch(r"[0-9a-f]{64}", blob):
-            report["compared"] += 1
-            if found["sha256"] != blob:
-                bad.append(Fault(name, "", 0, f"has sha256 {found['sha256']}, it was downloaded as {blob}"))
-        if expected:
-            report["compared"] += 1
-            if len(expected["pieces"]) != len(found["pieces"]):
-                bad.append(Fault(name, "", -1, f"has {os.path.getsize(real)} bytes, {HASHES} says {expected['bytes']}"))
-            for i, (a, b) in enumerate(zip(found["pieces"], expected["pieces"], strict=False)):
-                if a != b:
-                    begin, end = i * PIECE_BYTES, min((i + 1) * PIECE_BYTES, os.path.getsize(real))
-                    what = f"bytes {begin} to {end} are not those {HASHES} was made of"
-                    bad.append(Fault(name, _tensor_at(header, begin, end), begin, what))
-        return bad
+            job.sum = job.found.segments[0] if job.found.segments else 0
+            tick(job.bytes)
+            bad = []
+        else:
+            job.found = digest(job.real, job.header, job.segments, tick)
+            report["hashed"] += 1
+            job.sum = sum(job.found.segments) & (1 << 64) - 1
+            bad = list(_wild(job))
+            if job.packed:
+                bad += _runs(job, [job.packed.hashes, job.found.segments], job.segments, "that were written")
+            if not bad:
+                known.put(job.real, job.segments, job.found, [job.sum])
+        report["compared"] += bool(job.packed)
+        return bad + list(_compare(job, report))
 
+    def side(job: _Job) -> list[Fault]:
+        os.close(open_file(Path(job.real), follow_links=True)[0])  # a FIFO would be waited for
+        job.found = digest(job.real, None, [], lambda n: None)
+        return list(_compare(job, report))
+
+    def one(job: _Job) -> list[Fault]:
+        try:
+            return weights(job) if job.header else side(job)
+        except (OSError, BadFile) as error:
+            return [Fault(job.name, "", -1, f"cannot be read ({why(error)})")]
+
+    jobs = [job for place in places for job in (*place.weights, *place.sides)]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for bad in pool.map(one, jobs):
             faults += bad
 
 
-def write_hashes(folder: str | Path, *, follow_links: bool = False, cache: Path | None = None) -> Path:
-    """kd-hashes.json for the folder's weight files, of a folder that has passed `verify`. Raises OSError."""
-    folder = Path(folder)
-    known = _Cache(cache)
-    files = {}
-    for file in weight_files(folder, follow_links, []):
-        real = follow(folder / file, follow_links)
-        found = known.get(real) or _hash_file(real, {}, lambda n: None)[0]
-        files[file] = {"bytes": os.path.getsize(real), "pieces": found["pieces"]}
-    part = folder / f".{HASHES}.{os.getpid()}"
-    part.write_text(json.dumps({"piece_bytes": PIECE_BYTES, "files": files}, indent=1))
-    os.replace(part, folder / HASHES)
-    return folder / HASHES
+def _wild(job: _Job) -> Iterator[Fault]:
+    wild = job.found.wild if job.found else {}
+    for name, more in together(wild, lambda also: also):
+        yield Fault(job.name, name, wild[name], f"holds a NaN or infinity{more}")
+
+
+def _runs(job: _Job, hashes: list[list], segments: list[Segment], than: str) -> Iterator[Fault]:
+    """One fault for each run of segments whose hashes differ."""
+    begin = end = -1
+    for segment, known, found in zip([*segments, Segment(-1, -1)], [*hashes[0], 0], [*hashes[1], 0], strict=False):
+        if known != found and segment.begin == end:
+            end = segment.end
+            continue
+        if begin >= 0:
+            tensor = job.header.at(begin, end) if job.header else ""
+            yield Fault(job.name, tensor, begin, f"bytes {begin} to {end} are not those {than}")
+        begin, end = (segment.begin, segment.end) if known != found else (-1, -1)
+
+
+def _compare(job: _Job, report: dict[str, Any]) -> Iterator[Fault]:
+    """With the name that Hugging Face's cache gives it, and with kd-hashes.json."""
+    found, blob = job.found, os.path.basename(job.real)
+    assert found is not None
+    for name, size, value in (("sha256", 64, found.sha256), ("git hash", 40, found.sha1)):
+        if value and _is_blob(job.real, size):
+            report["compared"] += 1
+            if value != blob:
+                yield Fault(job.name, "", 0, f"has the {name} {value}, it was downloaded as {blob}: fetch it again")
+    if job.expected is None:
+        return
+    report["compared"] += 1
+    if len(job.expected) != len(found.pieces):
+        yield Fault(job.name, "", -1, f"has {job.bytes} bytes, {HASHES} was made of another size: fetch it again")
+    pieces = [Segment(at, min(at + hashing.PIECE_BYTES, job.bytes)) for at in range(0, job.bytes, hashing.PIECE_BYTES)]
+    yield from _runs(job, [job.expected, found.pieces], pieces, f"{HASHES} was made of")
+
+
+def _is_blob(real: str, size: int) -> bool:
+    place, name = os.path.split(real)
+    return os.path.basename(place) == "blobs" and bool(re.fullmatch(f"[0-9a-f]{{{size}}}", name))
+
+
+def _compare_golden(
+    folder: Path,
+    places: list[_Place],
+    draft: str | Path,
+    follow_links: bool,
+    readable: bool,
+    report: dict[str, Any],
+    faults: list[Fault],
+) -> None:
+    try:
+        golden = Golden.read(folder, follow_links)
+    except GoldenError as error:
+        faults.append(Fault(GOLDEN, "", -1, str(error).removeprefix(f"{folder / GOLDEN} ")))
+        return
+    if golden is None:
+        return
+    report["compared"] += len(golden.files)
+    faults += [Fault(name, "", -1, what) for name, what in golden.other_files(follow_links)]
+    packed = next((job.packed for job in places[0].weights if job.packed), None)
+    if packed:
+        target, content = packed.target_hash, packed.content_hash if packed.draft and draft == "auto" else None
+    elif not readable:
+        return  # what is missing has been told
+    else:
+        target, content = _content(places, follow_links)
+        content = content if len(places) == 2 and draft == "auto" else None
+    report["compared"] += (golden.target_hash is not None) + (content is not None and golden.content_hash is not None)
+    what = golden.other_weights(target, content)
+    if what:
+        faults.append(Fault(GOLDEN, "", -1, what))
+    elif draft == "auto" and not packed and len(places) == 1 and golden.content_hash not in (None, f"{target:016x}"):
+        what = "is missing: golden.json was made with a drafter beside the target; copy it again, or verify with --draft none"
+        faults.append(Fault("draft", "", -1, what))
+
+
+def _content(places: list[_Place], follow_links: bool) -> tuple[int, int]:
+    """(target_hash, content_hash) of what was read."""
+    hash_, values = Hash(), []
+    for place in places:
+        hash_.add(read_bounded(place.folder / "config.json", MAX_CONFIG_BYTES, follow_links))
+        hash_.add((sum(job.sum for job in place.weights) & (1 << 64) - 1).to_bytes(8, "little"))
+        values.append(hash_.value())
+    return values[0], values[-1]

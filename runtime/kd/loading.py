@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import queue
 import threading
 import time
@@ -11,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kd import choose, wire
-from kd.files import present, read_bounded, why
+from kd.golden import Golden, GoldenError
 from kd.wire import ProtocolError
 
 if TYPE_CHECKING:
@@ -19,21 +17,7 @@ if TYPE_CHECKING:
 
 WARM_TOKENS = 12
 WARM_TIMEOUT_S = 300
-MAX_GOLDEN_BYTES = 1 << 20
-MAX_SIDE_FILE_BYTES = 64 << 20  # a tokenizer
 CANCEL_S = 5.0  # a cancelled load is gone by then, or by the stall limit if that is shorter, or something in it hangs
-
-
-def _check_file(path: Path, sha256: str) -> None:
-    try:
-        found = hashlib.sha256(read_bounded(path, MAX_SIDE_FILE_BYTES)).hexdigest()
-    except OSError as error:
-        raise ProtocolError("MODEL", f"{path} cannot be read ({why(error)}), and golden.json names it") from None
-    if found != sha256:
-        raise ProtocolError(
-            "MODEL",
-            f"{path} is not the file golden.json was made with (sha256): it is damaged or another, copy it again",
-        )
 
 
 def _first_difference(a: list, b: list) -> int:
@@ -230,12 +214,8 @@ class Loader:
     # ---- warm-up
 
     def warm_up(self, path: Path, draft: str) -> None:
-        """The same tokens and hashes from `none` and from the builder in force, and golden.json's if there is one.
-
-        golden.json: {"prompt_tokens": [ids], "tokens": [ids], "content_hash", "target_hash": 16 hex digits,
-        "files": {name: sha256}}: what the prompt gives greedily; and, where they are there, kd_model_info.content_hash of the
-        folder with the drafter in it and without one, and hashes of small files beside the weights. The tokens show that this
-        build computes rightly, the hashes that no byte has changed."""
+        """The same tokens and hashes from `none` and from the builder in force, and golden.json's if there is one: its tokens
+        show that this build computes rightly, its hashes that no byte has changed."""
         engine = self.d.engine
         room = engine.info.max_positions
         prompt = self._prompt(engine)[: max(1, room // 2)]
@@ -249,8 +229,11 @@ class Loader:
                 f"warm-up: the builder in force changed the output at token {at}: the engine "
                 "is not exact on this machine; report it, and run with builder none",
             )
-        golden = path / "golden.json"
-        if present(golden):
+        try:
+            golden = Golden.read(path)
+        except GoldenError as error:
+            raise ProtocolError("MODEL", str(error)) from None
+        if golden is not None:
             self._check_golden(golden, draft)
 
     def choose_builder(self) -> None:
@@ -278,44 +261,23 @@ class Loader:
         self.choice = choice
         d.log.info("builder chosen", builder=choice.builder, budget=choice.budget, why=choice.reason)
 
-    def _check_golden(self, golden: Path, draft: str) -> None:
-        try:
-            want = json.loads(read_bounded(golden, MAX_GOLDEN_BYTES))
-            prompt, tokens = list(want["prompt_tokens"]), list(want["tokens"])
-            if not prompt or not tokens or not all(type(t) is int for t in prompt + tokens):
-                raise ValueError("needs two non-empty lists of token ids")
-            files = dict(want.get("files", {}))
-            hashes = {name: want.get(name) for name in ("content_hash", "target_hash")}
-            if not all(isinstance(value, str | None) for value in [*hashes.values(), *files.values()]):
-                raise ValueError("hashes are strings of hex digits")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ProtocolError("MODEL", f"{golden} cannot be used ({why(error)}): mend it or remove it") from None
-        self._check_content(golden, hashes, draft)
-        for name, expected in files.items():
-            _check_file(golden.parent / Path(name).name, expected)
-        got = self._decode(prompt, len(tokens), None)[0]
-        if got != tokens:
-            at = _first_difference(got, tokens)
-            raise ProtocolError(
-                "MODEL",
-                f"{golden}: token {at} came out otherwise: the weights are not those the file "
-                "was made with, or this build computes wrongly",
-            )
-
-    def _check_content(self, golden: Path, hashes: dict[str, str | None], draft: str) -> None:
+    def _check_golden(self, golden: Golden, draft: str) -> None:
         info = self.d.engine.info
+        own = draft == "auto" and info.draft_layers > 0
         if draft not in ("auto", "none"):
-            self.d.log.warning(
-                "the weights are not compared with golden.json: it knows no drafter from elsewhere", draft=draft
-            )
-            return
-        which = "content_hash" if info.draft_layers else "target_hash"
-        found, expected = f"{info.content_hash:016x}", hashes[which]
-        if expected is not None and expected != found:
+            self.d.log.warning("golden.json knows no drafter from elsewhere: only the target is compared", draft=draft)
+        what = golden.other_weights(info.target_hash, info.content_hash if own else None)
+        if what:
+            raise ProtocolError("MODEL", f"{golden.path.parent}: {what}")
+        for name, what in golden.other_files():
+            raise ProtocolError("MODEL", f"{golden.path.parent / name} {what}")
+        got = self._decode(golden.prompt_tokens, len(golden.tokens), None)[0]
+        if got != golden.tokens:
+            at = _first_difference(got, golden.tokens)
             raise ProtocolError(
                 "MODEL",
-                f"{golden.parent}: config or tensors have the content hash {found}, golden.json was made with "
-                f"{expected} ({which}): the files are damaged or not those, copy the folder again",
+                f"{golden.path}: token {at} came out otherwise: the weights are not those the file "
+                "was made with, or this build computes wrongly",
             )
 
     def _prompt(self, engine: Any) -> list[int]:

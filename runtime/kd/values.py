@@ -80,6 +80,7 @@ class ModelInfo:
     kv_tokens: int
     content_hash: int
     weights_generation: int
+    target_hash: int  # content_hash without the drafter
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,8 +41,9 @@ def plain(value: Any) -> Any:
         elif isinstance(item, int) and not -wire.MAX_INT <= item <= wire.MAX_INT:
             item = f"{item:016x}"
         out[key] = item
-    if isinstance(out.get("content_hash"), int):
-        out["content_hash"] = f"{out['content_hash']:016x}"
+    for key in ("content_hash", "target_hash"):
+        if isinstance(out.get(key), int):
+            out[key] = f"{out[key]:016x}"
     return out
 
 

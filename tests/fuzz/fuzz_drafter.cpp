@@ -25,6 +25,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         const km::DraftConfig c = km::parse_draft_config(text, "draft/config.json", target());
         const kd::DraftShape& d = c.shape;
         FUZZ_CHECK(d.hidden == 7168 && d.layers >= 1 && d.window.size() == static_cast<size_t>(d.layers));
+        FUZZ_CHECK(d.causal.size() == d.window.size());
         FUZZ_CHECK(d.block >= 2 && d.depth() <= KD_MAX_DEPTH && d.mask_token >= 0 && d.mask_token < 163840);
         FUZZ_CHECK(!d.taps.empty() && d.taps.size() <= km::kMaxTaps && d.heads % d.kv_heads == 0);
         for (const int tap : d.taps) FUZZ_CHECK(tap >= 0 && tap < 61);

@@ -1,0 +1,81 @@
+"""golden.json: what a model folder is to give, and what it is made of.
+
+{"prompt_tokens": [ids], "tokens": [ids], "content_hash", "target_hash": 16 hex digits, "files": {name: sha256}}: what the prompt
+gives greedily; and, where they are there, kd_model_info.content_hash and target_hash of the folder, and hashes of small files
+beside the weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kd.files import present, read_bounded, why
+
+GOLDEN = "golden.json"
+MAX_GOLDEN_BYTES = 1 << 20
+MAX_SIDE_FILE_BYTES = 64 << 20  # a tokenizer
+
+
+class GoldenError(ValueError):
+    """A golden.json that cannot be used. The message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Golden:
+    path: Path
+    prompt_tokens: list[int]
+    tokens: list[int]
+    content_hash: str | None
+    target_hash: str | None
+    files: dict[str, str]
+
+    @classmethod
+    def read(cls, folder: str | Path, follow_links: bool = False) -> Golden | None:
+        """Of a model folder; None if it has none. Raises GoldenError."""
+        path = Path(folder) / GOLDEN
+        try:
+            if not present(path):
+                return None
+            value = json.loads(read_bounded(path, MAX_GOLDEN_BYTES, follow_links))
+            prompt, tokens = list(value["prompt_tokens"]), list(value["tokens"])
+            if not prompt or not tokens or not all(type(t) is int for t in prompt + tokens):
+                raise ValueError("needs two non-empty lists of token ids")
+            files = dict(value.get("files", {}))
+            content, target = value.get("content_hash"), value.get("target_hash")
+            if not all(isinstance(text, str | None) for text in [content, target, *files.values()]):
+                raise ValueError("hashes are strings of hex digits")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise GoldenError(f"{path} cannot be used ({why(error)}): mend it or remove it") from None
+        return cls(path, prompt, tokens, content, target, files)
+
+    def other_files(self, follow_links: bool = False) -> Iterator[tuple[str, str]]:
+        """(name, what is wrong) of the files beside it that are not those it was made with."""
+        for name, expected in self.files.items():
+            place = self.path.parent / Path(name).name
+            try:
+                found = hashlib.sha256(read_bounded(place, MAX_SIDE_FILE_BYTES, follow_links)).hexdigest()
+            except OSError as error:
+                yield place.name, f"cannot be read ({why(error)}), and golden.json names it"
+                continue
+            if found != expected:
+                yield (
+                    place.name,
+                    "is not the file golden.json was made with (sha256): it is damaged or another, copy it again",
+                )
+
+    def other_weights(self, target: int, content: int | None) -> str | None:
+        """Why the folder's weights are not its own, or None. content: with the folder's own drafter, None without it."""
+        for name, found, expected in (
+            ("target_hash", target, self.target_hash),
+            ("content_hash", content, self.content_hash),
+        ):
+            if found is not None and expected is not None and f"{found:016x}" != expected:
+                return (
+                    f"config or tensors have the content hash {found:016x}, golden.json was made with {expected} ({name}): "
+                    "the files are damaged or not those, copy the folder again"
+                )
+        return None

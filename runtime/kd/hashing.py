@@ -1,0 +1,156 @@
+"""One pass over a file: its hashes, those of its parts, and whether it holds a NaN or an infinity."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from kd.headers import ELEMENT_BYTES, Header
+
+PIECE_BYTES = 64 << 20  # of one hash, so that a fault has a place
+CHUNK_BYTES = 4 << 20
+
+
+class Hash:
+    """kd_hash: what content_hash and the hashes in packed files are made of."""
+
+    def __init__(self, *first: bytes):
+        from kd.native import ffi, load_library
+
+        self._library, self._ffi = load_library("cpu"), ffi
+        self._hash = ffi.new("kd_hash *")
+        self._hash.size = ffi.sizeof("kd_hash")
+        for data in first:
+            self.add(data)
+
+    def add(self, data: Any, begin: int = 0, end: int | None = None) -> Hash:
+        """data: bytes, of which begin .. end - 1 count."""
+        view = self._ffi.from_buffer(data)
+        n = (len(data) if end is None else end) - begin
+        self._library.check(self._library.lib.kd_hash_add(self._hash, view + begin, n))
+        return self
+
+    def value(self) -> int:
+        out = self._ffi.new("uint64_t *")
+        self._library.check(self._library.lib.kd_hash_value(self._hash, out))
+        return out[0]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Bytes begin .. end - 1 of a file, hashed by themselves after `before`."""
+
+    begin: int
+    end: int
+    before: bytes = b""
+
+
+@dataclass
+class Digest:
+    """pieces: BLAKE2b of each PIECE_BYTES. segments: kd_hash of each. wild: tensor -> where its first NaN or infinity is."""
+
+    sha256: str
+    sha1: str  # as git has it
+    pieces: list[str]
+    segments: list[int]
+    wild: dict[str, int]
+
+
+def _chunks(path: str) -> Iterator[tuple[int, bytes]]:
+    with open(path, "rb", buffering=0) as file:
+        at = 0
+        while data := file.read(CHUNK_BYTES):
+            yield at, data
+            at += len(data)
+
+
+def _wild(kind: str, data: bytes) -> int:
+    """Index of the first byte of a NaN or infinity, or -1."""
+    import numpy as np
+
+    dtype, exponent = (np.uint16, 0x7F80) if kind == "BF16" else (np.uint32, 0x7F800000)
+    values: Any = np.frombuffer(data, dtype, len(data) // np.dtype(dtype).itemsize)
+    found = (values & exponent) == exponent
+    return int(found.argmax()) * values.itemsize if found.any() else -1
+
+
+class _Wild:
+    """Looks for NaN and infinity in the tensors of a file that comes in chunks."""
+
+    def __init__(self, header: Header | None):
+        tensors = header.tensors.items() if header else ()
+        self._floats = [(name, t) for name, t in tensors if t.kind in ("BF16", "F32")]
+        self._first = 0
+        self.found: dict[str, int] = {}
+
+    def add(self, at: int, data: bytes) -> None:
+        for name, t in self._floats[self._first :]:
+            if t.begin >= at + len(data):
+                break
+            if t.end <= at:
+                self._first += 1
+                continue
+            size = ELEMENT_BYTES[t.kind]
+            low = max(t.begin, at) - at
+            low += -(low + at - t.begin) % size
+            found = _wild(t.kind, data[low : min(t.end - at, len(data))])
+            if found >= 0:
+                self.found.setdefault(name, at + low + found)
+
+
+class _Segments:
+    """Hashes segments that follow one another."""
+
+    def __init__(self, segments: list[Segment]):
+        self._left = iter(segments)
+        self.values: list[int] = []
+        self._next()
+
+    def _next(self) -> None:
+        self._now = next(self._left, None)
+        self._hash = Hash(self._now.before) if self._now else None
+
+    def add(self, at: int, data: bytes) -> None:
+        while self._now and self._hash and self._now.begin < at + len(data):
+            begin, end = max(self._now.begin, at) - at, min(self._now.end - at, len(data))
+            if begin < end:
+                self._hash.add(data, begin, end)
+            if self._now.end > at + len(data):
+                return
+            self.values.append(self._hash.value())
+            self._next()
+
+    def end(self) -> list[int]:
+        while self._now and self._hash and self._now.begin == self._now.end:  # empty ones at the end of the file
+            self.values.append(self._hash.value())
+            self._next()
+        return self.values
+
+
+def digest(path: str, header: Header | None, segments: list[Segment], tick: Callable[[int], None]) -> Digest:
+    """tick: called with the bytes of each chunk. Raises OSError."""
+    whole, pieces = hashlib.sha256(), []
+    git = hashlib.sha1(b"blob %d\0" % os.path.getsize(path), usedforsecurity=False) if header is None else None
+    piece, parts, wild = hashlib.blake2b(digest_size=16), _Segments(segments), _Wild(header)
+    in_piece = 0
+    for at, data in _chunks(path):
+        whole.update(data)
+        if git:
+            git.update(data)
+        parts.add(at, data)
+        wild.add(at, data)
+        rest = memoryview(data)
+        while rest:
+            now, rest = rest[: PIECE_BYTES - in_piece], rest[PIECE_BYTES - in_piece :]
+            piece.update(now)
+            in_piece += len(now)
+            if in_piece == PIECE_BYTES:
+                pieces.append(piece.hexdigest())
+                piece, in_piece = hashlib.blake2b(digest_size=16), 0
+        tick(len(data))
+    if in_piece:
+        pieces.append(piece.hexdigest())
+    return Digest(whole.hexdigest(), git.hexdigest() if git else "", pieces, parts.end(), wild.found)
