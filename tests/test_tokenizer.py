@@ -131,8 +131,10 @@ def test_special_tokens_only_when_allowed(tokenizer, oracle):
     assert not set(tokenizer.encode(text)) & set(tokenizer.special.values())
 
 
-def test_lone_surrogate_does_not_break(tokenizer):
-    assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a\ufffdb"
+@pytest.mark.parametrize("text", ["a\ud800b", "\udfff", "\ud83d\ude42", "x" * 450_000 + "\udc80"], ids=range(4))
+def test_surrogates_are_refused(tokenizer, text):
+    with pytest.raises(TokenizerError, match=r"character \d+ is U\+D[0-9A-F]{3}, a surrogate"):
+        tokenizer.encode(text)
 
 
 def reference_pieces(text):

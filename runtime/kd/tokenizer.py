@@ -73,7 +73,15 @@ class Tokenizer:
         return cls(ranks, special, name=folder.name or "kimi")
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
-        """Ids of `text`. allow_special: special-token text becomes special tokens; only for text that is ours."""
+        """Ids of `text`. allow_special: special-token text becomes special tokens; only for text that is ours. Raises
+        TokenizerError for surrogates, which are no text: what they were meant to be is not guessed."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise TokenizerError(
+                f"character {error.start} is U+{ord(text[error.start]):04X}, a surrogate, which no Unicode text holds; decode "
+                "the bytes it came from as what they are"
+            ) from None
         ids: list[int] = []
         for start in range(0, len(text), PIECE_CHARS):
             for piece in _cut_runs(text[start : start + PIECE_CHARS]):
