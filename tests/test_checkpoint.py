@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from fake_model import SMALL3, YARN, write_model
 from load_probe import DRAFT_NONE, DRAFT_PATH, KD_E_MODEL, KD_E_NOT_FOUND, Loaded, Probe, Refused
+from ref import sharding
 from safetensors import deserialize
 
 MARGIN = 16  # rows of a rope table beyond max_positions
@@ -46,14 +47,9 @@ def unpacked(tensors: dict, name: str) -> np.ndarray:
     return values * np.repeat(tensors[f"{name}.weight_scale"], 32, axis=1)
 
 
-def part(a: np.ndarray, axis: int, tp: int, rank: int) -> np.ndarray:
-    return np.split(a, tp, axis)[rank]
-
-
-def mlp(get, name: str, tp: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """This rank's [gate; up] and down."""
-    gate_up = [part(get(f"{name}.{proj}_proj"), 0, tp, rank) for proj in ("gate", "up")]
-    return np.concatenate(gate_up), part(get(f"{name}.down_proj"), 1, tp, rank)
+def mlp(get, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """[gate; up] and down of what get() has of them."""
+    return np.concatenate([get(f"{name}.{proj}_proj") for proj in ("gate", "up")]), get(f"{name}.down_proj")
 
 
 def expected(folder: Path, shape: dict, draft: dict, tp: int, rank: int) -> dict[str, np.ndarray]:
@@ -62,11 +58,12 @@ def expected(folder: Path, shape: dict, draft: dict, tp: int, rank: int) -> dict
     want = {}
 
     def weight(name: str) -> np.ndarray:
-        return t[f"{name}.weight"]
+        return sharding.share(f"{name}.weight", t[f"{name}.weight"], tp, rank)
 
-    share = -(-shape["vocab"] // tp)
-    for name, table in (("embed", "model.embed_tokens"), ("lm_head", "lm_head")):
-        want[name] = weight(table)[rank * share : (rank + 1) * share]
+    def expert(name: str) -> np.ndarray:
+        return sharding.share(f"{name}.weight_packed", unpacked(t, name), tp, rank)
+
+    want["embed"], want["lm_head"] = weight("model.embed_tokens"), weight("lm_head")
     want["norm"] = weight("model.norm")[None]
     for i in range(shape["layers"]):
         layer, to = f"model.layers.{i}", f"layers.{i}"
@@ -79,26 +76,26 @@ def expected(folder: Path, shape: dict, draft: dict, tp: int, rank: int) -> dict
         ):
             want[f"{to}.{name}"] = weight(f"{layer}.{norm}")[None]
         want[f"{to}.qkv_a"] = np.concatenate([weight(f"{attn}.q_a_proj"), weight(f"{attn}.kv_a_proj_with_mqa")])
-        want[f"{to}.q_b"] = part(weight(f"{attn}.q_b_proj"), 0, tp, rank)
-        by_head = weight(f"{attn}.kv_b_proj").reshape(shape["heads"], shape["nope"] + shape["v_head"], shape["kv_lora"])
-        mine = part(by_head, 0, tp, rank)
+        want[f"{to}.q_b"] = weight(f"{attn}.q_b_proj")
+        mine = weight(f"{attn}.kv_b_proj").reshape(-1, shape["nope"] + shape["v_head"], shape["kv_lora"])
         want[f"{to}.k_up"] = mine[:, : shape["nope"]].reshape(-1, shape["kv_lora"])
         want[f"{to}.v_up"] = mine[:, shape["nope"] :].reshape(-1, shape["kv_lora"])
-        want[f"{to}.o"] = part(weight(f"{attn}.o_proj"), 1, tp, rank)
+        want[f"{to}.o"] = weight(f"{attn}.o_proj")
         if i < shape["dense_layers"]:
-            want[f"{to}.gate_up"], want[f"{to}.down"] = mlp(weight, f"{layer}.mlp", tp, rank)
+            want[f"{to}.gate_up"], want[f"{to}.down"] = mlp(weight, f"{layer}.mlp")
             continue
         want[f"{to}.router"] = weight(f"{layer}.mlp.gate")
         want[f"{to}.router_bias"] = t[f"{layer}.mlp.gate.e_score_correction_bias"][None]
-        experts = [
-            mlp(lambda name: unpacked(t, name), f"{layer}.mlp.experts.{e}", tp, rank) for e in range(shape["experts"])
-        ]
+        experts = [mlp(expert, f"{layer}.mlp.experts.{e}") for e in range(shape["experts"])]
         want[f"{to}.experts.gate_up"] = np.concatenate([gate_up for gate_up, _ in experts])
         want[f"{to}.experts.down"] = np.concatenate([down for _, down in experts])
-        shared = mlp(weight, f"{layer}.mlp.shared_experts", tp, rank)
+        shared = mlp(weight, f"{layer}.mlp.shared_experts")
         want[f"{to}.shared_gate_up"], want[f"{to}.shared_down"] = shared
     if draft["layers"]:
-        d = {name.removeprefix("model."): a for name, a in stored(folder / "draft").items()}
+        d = {
+            name.removeprefix("model."): sharding.share(name, a, tp, rank)
+            for name, a in stored(folder / "draft").items()
+        }
         want |= {"fc": d["fc.weight"], "draft_norm": d["norm.weight"][None]}
         want["draft_hidden_norm"] = d["hidden_norm.weight"][None]
         for i in range(draft["layers"]):
@@ -107,10 +104,9 @@ def expected(folder: Path, shape: dict, draft: dict, tp: int, rank: int) -> dict
             want[f"{to}.post_norm"] = d[f"{layer}.post_attention_layernorm.weight"][None]
             for name in ("q_norm", "k_norm"):
                 want[f"{to}.{name}"] = d[f"{layer}.self_attn.{name}.weight"][None]
-            qkv = [part(d[f"{layer}.self_attn.{x}_proj.weight"], 0, tp, rank) for x in "qkv"]
-            want[f"{to}.qkv"] = np.concatenate(qkv)
-            want[f"{to}.o"] = part(d[f"{layer}.self_attn.o_proj.weight"], 1, tp, rank)
-            want[f"{to}.gate_up"], want[f"{to}.down"] = mlp(lambda name: d[f"{name}.weight"], f"{layer}.mlp", tp, rank)
+            want[f"{to}.qkv"] = np.concatenate([d[f"{layer}.self_attn.{x}_proj.weight"] for x in "qkv"])
+            want[f"{to}.o"] = d[f"{layer}.self_attn.o_proj.weight"]
+            want[f"{to}.gate_up"], want[f"{to}.down"] = mlp(lambda name: d[f"{name}.weight"], f"{layer}.mlp")
     return want
 
 

@@ -48,7 +48,7 @@ void Collector::wrong(const Checkpoint::Found& found, const std::string& what) c
     refuse(files_.files[found.file]->path, "tensor '" + printable(found.tensor->name, 200) + "' " + what);
 }
 
-void Collector::matrix(const std::string& name, Stored stored, uint64_t rows, uint64_t cols, Split split, uint64_t at,
+void Collector::matrix(const std::string& name, Stored stored, uint64_t rows, uint64_t cols, uint64_t at,
                        uint64_t at_v) {
     const Checkpoint::Found& found = find(name);
     const safetensors::Tensor& t = *found.tensor;
@@ -60,7 +60,7 @@ void Collector::matrix(const std::string& name, Stored stored, uint64_t rows, ui
         wrong(found, "has shape " + t.shape_text() + ", config.json asks for [" + std::to_string(rows) + ", " +
                          std::to_string(cols) + "]");
     KD_CHECK(cols * safetensors::type_bytes(t.type) <= kChunkBytes);
-    plan_.places.push_back({&found, stored, split, rows, cols, at, at_v, 0, 0});
+    plan_.places.push_back({&found, stored, split_of(name), rows, cols, at, at_v, 0, 0});
     plan_.read_bytes += t.end - t.begin;
     if (stored != Stored::scale) plan_.parameters += rows * cols * (stored == Stored::packed ? 8 : 1);
 }
@@ -72,7 +72,7 @@ void Collector::vector(const std::string& name, uint64_t n, uint64_t at) {
         wrong(found, std::string("is ") + safetensors::type_name(t.type) + "; this engine reads BF16 or F32 there");
     if (t.rank != 1 || t.shape[0] != n)
         wrong(found, "has shape " + t.shape_text() + ", config.json asks for [" + std::to_string(n) + "]");
-    plan_.places.push_back({&found, Stored::fp32, Split::whole, 1, n, at, 0, 0, 0});
+    plan_.places.push_back({&found, Stored::fp32, split_of(name), 1, n, at, 0, 0, 0});
     plan_.read_bytes += t.end - t.begin;
     plan_.parameters += n;
 }
@@ -136,9 +136,9 @@ void lay_out_mlp(Mat& gate_up, Mat& down, Layout& l, Collector* c, const std::st
     gate_up = l.mat(gu, 2 * inter_rank, hidden);
     down = l.mat(d, hidden, inter_rank);
     if (!c) return;
-    c->matrix(name + "gate_proj.weight", Stored::bf16, u(inter), u(hidden), Split::rows, gu.row(0));
-    c->matrix(name + "up_proj.weight", Stored::bf16, u(inter), u(hidden), Split::rows, gu.row(u(inter_rank)));
-    c->matrix(name + "down_proj.weight", Stored::bf16, u(hidden), u(inter), Split::cols, d.row(0));
+    c->matrix(name + "gate_proj.weight", Stored::bf16, u(inter), u(hidden), gu.row(0));
+    c->matrix(name + "up_proj.weight", Stored::bf16, u(inter), u(hidden), gu.row(u(inter_rank)));
+    c->matrix(name + "down_proj.weight", Stored::bf16, u(hidden), u(inter), d.row(0));
 }
 
 void lay_out_experts(Experts& e, uint64_t& expert_bytes, Layout& l, Collector* c, const std::string& name,
@@ -159,13 +159,13 @@ void lay_out_experts(Experts& e, uint64_t& expert_bytes, Layout& l, Collector* c
         for (const bool up : {false, true}) {
             const std::string proj = expert + (up ? "up_proj." : "gate_proj.");
             const uint64_t row = (2 * i + (up ? 1 : 0)) * inter_rank;
-            c->matrix(proj + "weight_packed", Stored::packed, inter, hidden / 8, Split::rows, gu_q.row(row));
-            c->matrix(proj + "weight_scale", Stored::scale, inter, hidden / 32, Split::rows, gu_s.row(row));
+            c->matrix(proj + "weight_packed", Stored::packed, inter, hidden / 8, gu_q.row(row));
+            c->matrix(proj + "weight_scale", Stored::scale, inter, hidden / 32, gu_s.row(row));
             c->shape(proj + "weight_shape", inter, hidden);
         }
         const std::string proj = expert + "down_proj.";
-        c->matrix(proj + "weight_packed", Stored::packed, hidden, inter / 8, Split::cols, d_q.row(i * hidden));
-        c->matrix(proj + "weight_scale", Stored::scale, hidden, inter / 32, Split::cols, d_s.row(i * hidden));
+        c->matrix(proj + "weight_packed", Stored::packed, hidden, inter / 8, d_q.row(i * hidden));
+        c->matrix(proj + "weight_scale", Stored::scale, hidden, inter / 32, d_s.row(i * hidden));
         c->shape(proj + "weight_shape", hidden, inter);
     }
 }
@@ -192,12 +192,11 @@ void lay_out_attention(Layer& layer, Layout& l, Collector* c, const std::string&
     layer.q_a_norm = lay_out_norm(l, c, name + "q_a_layernorm.weight", s.q_lora);
     layer.kv_a_norm = lay_out_norm(l, c, name + "kv_a_layernorm.weight", s.kv_lora);
     if (!c) return;
-    c->matrix(name + "q_a_proj.weight", Stored::bf16, q_lora, hidden, Split::whole, qkv_a.row(0));
-    c->matrix(name + "kv_a_proj_with_mqa.weight", Stored::bf16, kv_row, hidden, Split::whole, qkv_a.row(q_lora));
-    c->matrix(name + "q_b_proj.weight", Stored::bf16, heads * qk, q_lora, Split::rows, q_b.row(0));
-    c->matrix(name + "kv_b_proj.weight", Stored::bf16, heads * u(s.nope + s.v_head), kv_lora, Split::kv_b, k_up.row(0),
-              v_up.row(0));
-    c->matrix(name + "o_proj.weight", Stored::bf16, hidden, heads * u(s.v_head), Split::cols, o.row(0));
+    c->matrix(name + "q_a_proj.weight", Stored::bf16, q_lora, hidden, qkv_a.row(0));
+    c->matrix(name + "kv_a_proj_with_mqa.weight", Stored::bf16, kv_row, hidden, qkv_a.row(q_lora));
+    c->matrix(name + "q_b_proj.weight", Stored::bf16, heads * qk, q_lora, q_b.row(0));
+    c->matrix(name + "kv_b_proj.weight", Stored::bf16, heads * u(s.nope + s.v_head), kv_lora, k_up.row(0), v_up.row(0));
+    c->matrix(name + "o_proj.weight", Stored::bf16, hidden, heads * u(s.v_head), o.row(0));
 }
 
 RopeSlabs lay_out_rope(Rope& rope, Layout& l, int max_positions, int dim) {
@@ -221,9 +220,8 @@ RopeSlabs lay_out_target(Model& m, uint64_t& expert_bytes, Layout& l, Collector*
     m.lm_head = l.mat(lm_head, s.vocab_rank, s.hidden);
     m.norm = lay_out_norm(l, c, prefix + "model.norm.weight", s.hidden);
     if (c) {
-        c->matrix(prefix + "model.embed_tokens.weight", Stored::bf16, u(s.vocab), u(s.hidden), Split::vocab,
-                  embed.row(0));
-        c->matrix(prefix + "lm_head.weight", Stored::bf16, u(s.vocab), u(s.hidden), Split::vocab, lm_head.row(0));
+        c->matrix(prefix + "model.embed_tokens.weight", Stored::bf16, u(s.vocab), u(s.hidden), embed.row(0));
+        c->matrix(prefix + "lm_head.weight", Stored::bf16, u(s.vocab), u(s.hidden), lm_head.row(0));
     }
 
     m.layers.clear();
@@ -241,8 +239,7 @@ RopeSlabs lay_out_target(Model& m, uint64_t& expert_bytes, Layout& l, Collector*
         }
         const auto router = l.slab(u(s.experts), u(s.hidden), 4);
         layer.router = l.dev<float>(router);
-        if (c)
-            c->matrix(name + "mlp.gate.weight", Stored::fp32, u(s.experts), u(s.hidden), Split::whole, router.row(0));
+        if (c) c->matrix(name + "mlp.gate.weight", Stored::fp32, u(s.experts), u(s.hidden), router.row(0));
         layer.router_bias = lay_out_norm(l, c, name + "mlp.gate.e_score_correction_bias", s.experts);
         lay_out_experts(layer.routed, expert_bytes, l, c, name + "mlp.", s);
         lay_out_mlp(layer.shared_gate_up, layer.shared_down, l, c, name + "mlp.shared_experts.", s.hidden,
@@ -263,7 +260,7 @@ RopeSlabs lay_out_draft(Model& m, Layout& l, Collector* c, const DraftShape& d, 
     m.fc = l.mat(fc, d.hidden, static_cast<int>(taps) * d.hidden);
     m.draft_hidden_norm = lay_out_norm(l, c, prefix + "hidden_norm.weight", d.hidden);
     m.draft_norm = lay_out_norm(l, c, prefix + "norm.weight", d.hidden);
-    if (c) c->matrix(prefix + "fc.weight", Stored::bf16, hidden, taps * hidden, Split::whole, fc.row(0));
+    if (c) c->matrix(prefix + "fc.weight", Stored::bf16, hidden, taps * hidden, fc.row(0));
 
     const uint64_t q = u(d.heads) * u(d.head_dim), kv = u(d.kv_heads) * u(d.head_dim);
     const uint64_t q_rank = u(d.heads_rank) * u(d.head_dim), kv_rank = u(d.kv_heads_rank) * u(d.head_dim);
@@ -282,10 +279,10 @@ RopeSlabs lay_out_draft(Model& m, Layout& l, Collector* c, const DraftShape& d, 
         layer.qkv = l.mat(qkv, static_cast<int>(q_rank + 2 * kv_rank), d.hidden);
         layer.o = l.mat(o, d.hidden, static_cast<int>(q_rank));
         if (c) {
-            c->matrix(attention + "q_proj.weight", Stored::bf16, q, hidden, Split::rows, qkv.row(0));
-            c->matrix(attention + "k_proj.weight", Stored::bf16, kv, hidden, Split::rows, qkv.row(q_rank));
-            c->matrix(attention + "v_proj.weight", Stored::bf16, kv, hidden, Split::rows, qkv.row(q_rank + kv_rank));
-            c->matrix(attention + "o_proj.weight", Stored::bf16, hidden, q, Split::cols, o.row(0));
+            c->matrix(attention + "q_proj.weight", Stored::bf16, q, hidden, qkv.row(0));
+            c->matrix(attention + "k_proj.weight", Stored::bf16, kv, hidden, qkv.row(q_rank));
+            c->matrix(attention + "v_proj.weight", Stored::bf16, kv, hidden, qkv.row(q_rank + kv_rank));
+            c->matrix(attention + "o_proj.weight", Stored::bf16, hidden, q, o.row(0));
         }
         lay_out_mlp(layer.gate_up, layer.down, l, c, name + "mlp.", d.hidden, d.inter, d.inter_rank);
     }

@@ -10,18 +10,10 @@
 #include "model/config.h"
 #include "model/files.h"
 #include "model/hash.h"
+#include "model/sharding.h"
 #include "types.h"
 
 namespace kd::model {
-
-// How a stored matrix [rows][cols] is shared out. The share of a rank is contiguous rows of its memory.
-enum class Split {
-    whole,  // every rank has all of it
-    rows,   // rank r has rows r * rows / tp ..
-    cols,   // rank r has columns r * cols / tp .. of every row
-    vocab,  // rows in shares of ceil(rows / tp); the last ones may be short or empty
-    kv_b,   // rows by head; of each head, nope rows go to k_up and v rows to v_up
-};
 
 enum class Stored {
     bf16,    // BF16, kept
@@ -99,8 +91,7 @@ class Collector {
 
     const std::string prefix;
 
-    void matrix(const std::string& name, Stored stored, uint64_t rows, uint64_t cols, Split split, uint64_t at,
-                uint64_t at_v = 0);
+    void matrix(const std::string& name, Stored stored, uint64_t rows, uint64_t cols, uint64_t at, uint64_t at_v = 0);
     void vector(const std::string& name, uint64_t n, uint64_t at);
     void shape(const std::string& name, uint64_t out, uint64_t in);
 
