@@ -120,6 +120,7 @@ typedef struct kd_options {
     uint64_t kv_bytes;              /* memory for the KV cache of one rank, drafter included; 0 = 128 MiB             */
     uint32_t slow_reader_timeout_ms;/* a request without credit for so long is cancelled; 0 = 30,000                  */
     int32_t share_devices;          /* 1 = several ranks may share a GPU (for tests); 0 = KD_E_DEVICE if tp is more        */
+    const char *record_path;        /* a file, made anew, that holds a kd_step_record while the engine is open; or NULL    */
 } kd_options;
 
 /* Open an engine: starts its threads, loads nothing. On success *engine is the caller's, to be given to kd_close.
@@ -129,6 +130,38 @@ int32_t kd_open(kd_engine **engine, const kd_options *options);
 /* Cancel everything, stop the threads, free the memory and the handle. NULL is allowed. Events not yet polled are
  * lost. No other call may be under way. [poller, last] */
 int32_t kd_close(kd_engine *engine);
+
+/* ---- what the ranks are at --------------------------------------------------------------------------------------- */
+
+/* What a rank does in a step. TELL: the host tells the ranks of a round's streams; CONTEXT: the drafter's; COPY: of a page.  */
+typedef enum kd_stage {
+    KD_STAGE_IDLE = 0, KD_STAGE_PREFILL = 1, KD_STAGE_TELL = 2, KD_STAGE_CONTEXT = 3, KD_STAGE_DRAFT = 4,
+    KD_STAGE_VERIFY = 5, KD_STAGE_DECODE = 6, KD_STAGE_SCORE = 7, KD_STAGE_COPY = 8
+} kd_stage;
+
+typedef struct kd_rank_record {
+    uint64_t step;       /* the one it is in, or was in last; the first is 1                                          */
+    uint64_t meetings;   /* how often it came to where ranks wait for one another: grows while they get on            */
+    int32_t stage;       /* kd_stage                                                                                  */
+    int32_t waiting;     /* 1: for other ranks                                                                        */
+    int32_t thread;      /* the kernel's number of its thread; 0 before its first step                                */
+    int32_t reserved[9];
+} kd_rank_record;
+
+/* The file at kd_options.record_path. kd_close removes it: one that was left tells what its process was at when it ended.     */
+typedef struct kd_step_record {
+    uint32_t size;
+    int32_t pid;
+    int32_t tp;
+    int32_t signal;        /* what kd_note_signal was called with first, or 0                                         */
+    int32_t signal_thread; /* the kernel's number of the thread that called it                                        */
+    char thread_name[16];
+    int32_t reserved[7];
+    kd_rank_record ranks[8];
+} kd_step_record;
+
+/* Notes in the records of this process that this thread got `signal`. It may be the handler of SIGSEGV and its like. [any] */
+void kd_note_signal(int32_t signal);
 
 typedef enum kd_state {
     KD_STATE_EMPTY = 0,    /* open, no model                                                                          */
@@ -469,7 +502,8 @@ int32_t kd_builder_build(const char *name, const kd_tree_in *in, kd_tree_out *ou
 #endif
 #if UINTPTR_MAX == UINT64_MAX
 KD_STATIC_ASSERT(offsetof(kd_options, kv_bytes) == 40);
-KD_STATIC_ASSERT(sizeof(kd_options) == 56);
+KD_STATIC_ASSERT(sizeof(kd_options) == 64);
+KD_STATIC_ASSERT(sizeof(kd_rank_record) == 64 && sizeof(kd_step_record) == 64 + 8 * 64);
 KD_STATIC_ASSERT(offsetof(kd_request, seed) == 48);
 KD_STATIC_ASSERT(sizeof(kd_request) == 104);
 KD_STATIC_ASSERT(offsetof(kd_event, hashes) == 112);

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "engine/handle.h"
+#include "engine/record.h"
 #include "error.h"
 #include "kd.h"
 #include "model/hash.h"
@@ -90,6 +91,7 @@ kd::Options read_options(const kd_options* from) {
     if (c.share_devices != 0 && c.share_devices != 1)
         fail(KD_E_INVALID, "kd_options.share_devices is %d: 0 (off) or 1 (on)", c.share_devices);
     o.share_devices = c.share_devices == 1;
+    if (c.record_path) o.record_path = c.record_path;
     if (c.slow_reader_timeout_ms) o.slow_reader_timeout_ms = c.slow_reader_timeout_ms;
     return o;
 }
@@ -183,6 +185,8 @@ const char* kd_build_info(void) {
                                     ", instruction sets " + kd::device::built_isas() + ", compiler " + __VERSION__;
     return line.c_str();
 }
+
+void kd_note_signal(int32_t signal) { kd::StepRecord::note_signal(signal); }
 
 const char* kd_status_name(int32_t status) {
     switch (status) {

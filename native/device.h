@@ -17,7 +17,8 @@ struct Options {
     int tp = 1;
     int threads = 0;  // compute threads over all ranks; 0 = the cores this process may use
     int isa = KD_ISA_AUTO;
-    bool share_devices = false;  // more ranks than GPUs; the CPU twin shares its cores anyway
+    bool share_devices = false;         // more ranks than GPUs; the CPU twin shares its cores anyway
+    kd_rank_record* records = nullptr;  // [tp] to note meetings in, or none
 };
 
 class Context;  // one rank's

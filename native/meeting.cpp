@@ -31,8 +31,31 @@ void Meeting::check() const {
              "another rank failed, so this rank left the collective it was in: close the engine and open it again");
 }
 
-void Meeting::arrive(int tp, int spins) {
+namespace {
+
+// That a rank waits, for as long as it does.
+class Waiting {
+  public:
+    explicit Waiting(kd_rank_record* record) : record_(record) {
+        if (!record_) return;
+        std::atomic_ref(record_->meetings).fetch_add(1, std::memory_order_relaxed);
+        set(1);
+    }
+    ~Waiting() {
+        if (record_) set(0);
+    }
+    Waiting(const Waiting&) = delete;
+
+  private:
+    void set(int32_t on) { std::atomic_ref(record_->waiting).store(on, std::memory_order_relaxed); }
+    kd_rank_record* const record_;
+};
+
+}  // namespace
+
+void Meeting::arrive(int rank, int tp, int spins) {
     check();
+    const Waiting waiting(records_ ? records_ + rank : nullptr);
     const uint32_t generation = generation_.load(std::memory_order_acquire);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(tp)) {
         arrived_.store(0, std::memory_order_relaxed);

@@ -22,4 +22,7 @@ class Stopwatch {
 // Read `bytes` (a multiple of 16) of device memory once, as fast as can be: what other reading is measured against.
 void read_all(const void* p, size_t bytes);
 
+// The bound rank's device fails, as it would with work that touches memory that is not there: throws Error(KD_E_FATAL).
+void break_device();
+
 }  // namespace kd::probe

@@ -2,29 +2,53 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "engine/clock.h"
 #include "engine/handle.h"
 #include "engine/kv_cache.h"
 #include "engine/text.h"
-#include "error.h"
+#include "meeting.h"
 #include "pages.h"
+#include "probe_device.h"
 
 namespace kd {
+enum class Fault { exception, device, segfault, hang };
+
 struct EngineProbe {
-    // Rank `rank` fails in the next turn, while the others wait for it in a collective.
-    static void fail_rank(Engine& e, int rank) {
-        e.post([&e, rank] {
+    // In the next turn rank `rank` breaks in the second of two passes, while the others wait for it in a collective.
+    static void break_rank(Engine& e, int rank, Fault fault) {
+        e.post([&e, rank, fault] {
             Stage& stage = *e.resident_->stage;
             stage.view.clear();
             static const std::vector<int32_t> page = {0};
             stage.view.add_causal_row(0, 0, stage.view.add_stream(page));
-            e.team_.run([&](int r) {
-                if (r == rank) fail(KD_E_FATAL, "planted failure of rank %d", r);
-                forward(*stage.ranks[size_t(r)], stage.view.upload(*stage.ranks[size_t(r)]));
+            e.team_.next_step();
+            e.team_.run(KD_STAGE_VERIFY, [&](int r) {
+                Rank& mine = *stage.ranks[size_t(r)];
+                const View v = stage.view.upload(mine);
+                forward(mine, v);
+                if (r == rank) break_here(r, fault);
+                forward(mine, v);
             });
         });
+    }
+    static void break_here(int rank, Fault fault) {
+        switch (fault) {
+            case Fault::exception: throw std::runtime_error("planted failure of rank " + std::to_string(rank));
+            case Fault::device: probe::break_device(); break;
+            case Fault::segfault: {
+                volatile int* volatile nowhere = nullptr;
+                *nowhere = 0;
+                break;
+            }
+            case Fault::hang: {  // as a loop that waits for what never comes: bounded, lest a test machine be kept busy
+                const uint64_t began = now_us();
+                while (now_us() - began < 20'000'000) pause_cpu();
+            }
+        }
     }
     // Rounds that may follow one another before the engine looks.
     static void rounds_at_once(Engine& e, int rounds) {
@@ -96,6 +120,8 @@ KD_PROBE int kd_probe_text_add(kd::TextStream* text, const char* bytes, int leng
     return int(released.size());
 }
 
-KD_PROBE void kd_probe_fail_rank(kd_engine* e, int rank) { kd::EngineProbe::fail_rank(e->engine, rank); }
+KD_PROBE void kd_probe_break_rank(kd_engine* e, int rank, int fault) {
+    kd::EngineProbe::break_rank(e->engine, rank, kd::Fault(fault));
+}
 KD_PROBE void kd_probe_rounds_at_once(kd_engine* e, int rounds) { kd::EngineProbe::rounds_at_once(e->engine, rounds); }
 KD_PROBE void kd_probe_freeze(kd_engine* e, volatile int* go) { kd::EngineProbe::freeze(e->engine, go); }

@@ -135,7 +135,7 @@ void tell(Stage& g, std::span<Sequence* const> batch, int cap) {
         std::copy(q.pages.begin(), q.pages.end(), &g.page_table[s * l.pages_sequence]);
         g.sampling.push_back(q.sampling);
     }
-    g.team.run([&](int i) {
+    g.team.run(KD_STAGE_TELL, [&](int i) {
         Rank& r = *g.ranks[i];
         device::upload(r.round_in, g.round_in.data(), g.round_in.size());
         device::upload(r.streams.page_table, g.page_table.data(), batch.size() * l.pages_sequence);
@@ -150,7 +150,7 @@ void project_taps(Stage& g, std::span<Sequence* const> batch, const Room& room) 
         if (drafts(g, *q) || q->start - q->draft_start > kTapRing - kPath) waiting += q->start - q->draft_start;
     const int most = std::min(g.ranks[0]->limits.rows, room.streams * kTapRing);
     for (; waiting > 0; waiting -= most)
-        g.team.run([&](int i) {
+        g.team.run(KD_STAGE_CONTEXT, [&](int i) {
             Rank& r = *g.ranks[i];
             device::replay(room.key(0), [&] { context_part(r, room); });
         });
@@ -169,7 +169,7 @@ int rounds_to_overflow(std::span<Sequence* const> batch) {
 
 // The tables of the sequences that draft: table_token, table_logprob [drafting][depth][width].
 void draft(Stage& g, int drafting, const Room& room) {
-    g.team.run([&](int i) {
+    g.team.run(KD_STAGE_DRAFT, [&](int i) {
         Rank& r = *g.ranks[i];
         device::replay(room.key(1), [&] { draft_part(r, room); });
         if (i != 0) return;
@@ -234,7 +234,7 @@ void run_through(Stage& g, std::span<Sequence* const> batch, bool drafting, cons
     std::fill(g.nodes.begin(), g.nodes.end(), 0);
     // What all streams can be given in a round waits for the next one's draft.
     const int contexts = (room.streams * kPath + g.ranks[0]->limits.rows - 1) / g.ranks[0]->limits.rows;
-    g.team.run([&](int i) {
+    g.team.run(KD_STAGE_DECODE, [&](int i) {
         Rank& r = *g.ranks[i];
         if (!drafting) device::upload(r.nodes.n, g.nodes.data(), batch.size());
         const auto round = [&] {
@@ -257,7 +257,7 @@ void run_through(Stage& g, std::span<Sequence* const> batch, bool drafting, cons
 void verify(Stage& g, std::span<Sequence* const> batch, const Room& room) {
     const size_t n = batch.size(), stride = g.ranks[0]->limits.tree_width;
     for (size_t s = 0; s < n; s++) g.nodes[s] = g.tree_out[s].n;
-    g.team.run([&](int i) {
+    g.team.run(KD_STAGE_VERIFY, [&](int i) {
         Rank& r = *g.ranks[i];
         device::upload(r.nodes.n, g.nodes.data(), n);
         device::upload(r.nodes.token, g.node_token.data(), n * stride);
@@ -317,7 +317,7 @@ int wait_round(Stage& g, int seen, bool again, const std::atomic<bool>& wanted) 
         if (now - looked > kLookUs) {
             looked = now;
             // A failed device tells nothing: this throws. Read again: the round may have ended just now.
-            KD_CHECK(!device::idle() || word.load(std::memory_order_acquire) > seen);
+            KD_CHECK(!g.team.idle() || word.load(std::memory_order_acquire) > seen);
         }
         // The device goes on by itself meanwhile: a core need not be kept busy to be a little earlier.
         if (again && now - began > kSpinUs) std::this_thread::sleep_for(std::chrono::microseconds(20));
@@ -361,7 +361,6 @@ void prompt_view(Stage& g, std::span<const PromptPart> parts, bool all_logits) {
 }  // namespace
 
 Stage::Stage(Team& team, std::vector<std::unique_ptr<Rank>> all, int max_rows)
-
     : team(team),
       ranks(std::move(all)),
       max_rows(max_rows),
@@ -386,9 +385,10 @@ Stage::Stage(Team& team, std::vector<std::unique_ptr<Rank>> all, int max_rows)
 }
 
 void prefill_chunk(Stage& g, std::span<const PromptPart> parts) {
+    g.team.next_step();
     prompt_view(g, parts, false);
     g.last_ended_ns = 0;
-    g.team.run([&](int i) {
+    g.team.run(KD_STAGE_PREFILL, [&](int i) {
         Rank& r = *g.ranks[i];
         const View v = g.view.upload(r);
         device::upload(r.sampling, g.sampling.data(), g.sampling.size());
@@ -416,6 +416,7 @@ void prefill_chunk(Stage& g, std::span<const PromptPart> parts) {
 
 void decode_rounds(Stage& g, std::span<Sequence* const> batch, int rounds, const std::atomic<bool>& wanted,
                    const AfterRound& after) {
+    g.team.next_step();
     const Limits& l = g.ranks[0]->limits;
     StepCounts counts;
     const uint64_t began = now_us();
@@ -462,9 +463,10 @@ void decode_rounds(Stage& g, std::span<Sequence* const> batch, int rounds, const
 }
 
 void score_chunk(Stage& g, const PromptPart& part, float* out) {
+    g.team.next_step();
     prompt_view(g, {&part, 1}, true);
     const int vocab = g.model().shape.vocab;
-    g.team.run([&](int i) {
+    g.team.run(KD_STAGE_SCORE, [&](int i) {
         Rank& r = *g.ranks[i];
         const View v = g.view.upload(r);
         forward(r, v);
@@ -476,13 +478,14 @@ void score_chunk(Stage& g, const PromptPart& part, float* out) {
 }
 
 void copy_page(Stage& g, int32_t to, int32_t from, int n) {
+    g.team.next_step();
     g.from_row.clear();
     g.to_row.clear();
     for (int i = 0; i < n; i++) {
         g.from_row.push_back(from * KD_PAGE_TOKENS + i);
         g.to_row.push_back(to * KD_PAGE_TOKENS + i);
     }
-    g.team.run([&](int i) {
+    g.team.run(KD_STAGE_COPY, [&](int i) {
         Rank& r = *g.ranks[i];
         device::upload(r.from_row, g.from_row.data(), g.from_row.size());
         device::upload(r.to_row, g.to_row.data(), g.to_row.size());

@@ -35,7 +35,8 @@ def until(what: Callable[[], Any], timeout_s: float = WAIT_S, why: str = "") -> 
 
 
 class Daemon:
-    """One daemon process; `fake`: options of the fake engine, None: the real one."""
+    """One daemon process; `fake`: options of the fake engine, None: the real one; `fault`: the first arguments of
+    fault_daemon.py."""
 
     def __init__(
         self,
@@ -46,6 +47,7 @@ class Daemon:
         env: dict | None = None,
         instance: str = "t",
         stderr: Any = None,
+        fault: tuple[str, str] | None = None,
         **popen: Any,
     ):
         self.instance, self.place = instance, place
@@ -55,6 +57,8 @@ class Daemon:
             if fake is None
             else [sys.executable, str(ROOT / "tests" / "fake_daemon.py"), json.dumps(fake)]
         )
+        if fault:
+            command = [sys.executable, str(ROOT / "tests" / "fault_daemon.py"), *fault]
         command += ["--instance", instance, "--set", f"server.runtime_dir={place}", "--log-format", "json"]
         command += ["--model", str(model)] if model else []
         with self.log_path.open("ab") as log:

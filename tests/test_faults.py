@@ -25,7 +25,7 @@ def test_a_failing_rank_ends_everything_with_its_cause(probe, test_library, smal
         ids = {engine.submit([1, 2, 3], max_tokens=800, ignore_eos=True, credit=1 << 20) for _ in range(3)}
         assert engine.poll(10_000)
         began = time.monotonic()
-        probe.kd_probe_fail_rank(pointer(engine), rank)
+        probe.kd_probe_break_rank(pointer(engine), rank, 0)
         ended, fatal = {}, 0
         while len(ended) < 3 or not fatal:
             events = engine.poll(10_000)
@@ -44,7 +44,8 @@ def test_a_failing_rank_ends_everything_with_its_cause(probe, test_library, smal
             lambda: engine.cancel(1),
             engine.builders,
         ):
-            with pytest.raises(kd.KdError, match=f"planted failure of rank {rank}") as caught:
+            named = rf"rank {rank} failed in step \d+ \(verify\): planted failure of rank {rank}"
+            with pytest.raises(kd.KdError, match=named) as caught:
                 call()
             assert caught.value.name == "KD_E_FATAL"
         assert engine.stats()["state"] == "fatal"

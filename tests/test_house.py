@@ -49,13 +49,25 @@ def name(path: Path) -> str:
 
 # ---- who may know whom -------------------------------------------------------------------------------------
 
-CONTRACTS = {"kd.h", "types.h", "ops.h", "device.h", "error.h", "structs.h", "best_first.h", "meeting.h", "meeting.cpp"}
+CONTRACTS = {
+    "kd.h",
+    "types.h",
+    "ops.h",
+    "device.h",
+    "error.h",
+    "structs.h",
+    "best_first.h",
+    "quiet.h",
+    "meeting.h",
+    "meeting.cpp",
+}
 PARTS = {  # files that belong to another part than their folder or stem says
     "pages": "pages",
     "forward": "pages",
     "drafter": "pages",
     "step_view": "rank",
     "engine/team": "team",
+    "engine/record": "team",
     "engine/clock": "team",
     "engine/threads": "team",
 }
@@ -71,7 +83,7 @@ MAY_INCLUDE = {
     "pages": {"contracts", "rank", "pages"},
     "round": {"contracts", "rank", "pages", "team", "tree", "round"},
     "engine": {"contracts", "rank", "pages", "team", "tree", "round", "model", "self_check", "engine"},
-    "abi": {"contracts", "tree", "model", "engine", "abi"},
+    "abi": {"contracts", "team", "tree", "model", "engine", "abi"},
 }
 MAY_INCLUDE["probe"] = {"probe", *MAY_INCLUDE["engine"], "engine", "cpu", "cuda"}
 

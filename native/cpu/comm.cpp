@@ -21,7 +21,7 @@ Shared share_filled(size_t bytes) {
     const uint32_t turn = c.turn++ & 1;
     g.given[turn][c.rank].p = c.shared[turn].get(bytes);
     g.given[turn][c.rank].bytes = bytes;
-    g.meeting.arrive(g.tp, g.spins);
+    g.meeting.arrive(c.rank, g.tp, g.spins);
     Shared all{};
     for (int r = 0; r < g.tp; r++) {
         if (g.given[turn][r].bytes != bytes) {

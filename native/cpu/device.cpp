@@ -1,5 +1,6 @@
 #include "device.h"
 
+#include <pthread.h>
 #include <sched.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -7,6 +8,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <string>
 
 #include "device_context.h"
 #include "error.h"
@@ -58,10 +60,16 @@ struct alignas(64) Header {
 Context::Context(Group& group, int rank, int threads, int awake, int spins) : group(group), rank(rank) {
     if (threads > 1)
         pool = std::make_unique<cpu::Pool>(
-            threads - 1, awake, spins, [](void* c) { bind(static_cast<Context*>(c)); }, this);
+            threads - 1, awake, spins,
+            [](void* c) {
+                const auto* context = static_cast<Context*>(c);
+                pthread_setname_np(pthread_self(), ("kd-compute-" + std::to_string(context->rank)).c_str());
+                bind(static_cast<Context*>(c));
+            },
+            this);
 }
 
-Group::Group(const Options& options) {
+Group::Group(const Options& options) : meeting(options.records) {
     if (options.tp < 1 || options.tp > KD_MAX_TP)
         fail(KD_E_INVALID, "tp is %d: give 1 .. %d ranks", options.tp, KD_MAX_TP);
     if (options.threads < 0 || options.threads > 4096)

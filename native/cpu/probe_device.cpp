@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "error.h"
 #include "threads.h"
 
 namespace kd::probe {
@@ -34,5 +35,7 @@ void read_all(const void* p, size_t bytes) {
         asm volatile("" : : "m"(sum));  // keeps the reads alive
     });
 }
+
+void break_device() { fail(KD_E_FATAL, "a planted failure of the device"); }
 
 }  // namespace kd::probe

@@ -1,8 +1,5 @@
 #include "threads.h"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <algorithm>
 #include <climits>
 #include <system_error>
@@ -10,6 +7,7 @@
 #include "device_context.h"
 #include "error.h"
 #include "meeting.h"
+#include "quiet.h"
 
 namespace kd::cpu {
 
@@ -22,21 +20,16 @@ thread_local bool inside_region = false;
 }  // namespace
 
 Pool::Pool(int workers, int awake, int spins, void (*start)(void*), void* start_data) : awake_(awake), spins_(spins) {
-    // Signals belong to the program we are embedded in: none is delivered to a compute thread.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const Quiet quiet;
     try {
         for (int i = 0; i < workers; i++) {
             threads_.emplace_back([this, start, start_data] {
-                pthread_setname_np(pthread_self(), "kd-compute");
                 inside_region = true;
                 start(start_data);
                 work();
             });
         }
     } catch (const std::system_error& e) {
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
         stop_.store(true);
         wake_.fetch_add(1);
         futex_wake(wake_, INT_MAX);
@@ -45,7 +38,6 @@ Pool::Pool(int workers, int awake, int spins, void (*start)(void*), void* start_
              "could not start compute thread %zu of %d (%s): ask for fewer threads or raise the process's limit",
              threads_.size() + 1, workers, e.what());
     }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 Pool::~Pool() {

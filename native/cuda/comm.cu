@@ -26,7 +26,7 @@ Shared share_filled(size_t bytes) {
     Shared all{};
     if (g.tp > 1) {
         check(cudaEventRecord(c.filled[turn], c.stream), "cudaEventRecord");
-        g.meeting.arrive(g.tp, kSpins);
+        g.meeting.arrive(c.rank, g.tp, kSpins);
     }
     for (int r = 0; r < g.tp; r++) {
         if (g.given[turn][r].bytes != bytes) {

@@ -106,7 +106,7 @@ void Context::forget() {
     recorded.clear();
 }
 
-Group::Group(const Options& options) : tp(options.tp) {
+Group::Group(const Options& options) : tp(options.tp), meeting(options.records) {
     if (tp < 1 || tp > KD_MAX_TP) fail(KD_E_INVALID, "tp is %d: give 1 .. %d ranks", tp, KD_MAX_TP);
     if (options.isa != KD_ISA_AUTO)
         fail(KD_E_INVALID, "isa is %d: instruction sets are chosen on device cpu only, give KD_ISA_AUTO", options.isa);

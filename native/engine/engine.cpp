@@ -27,7 +27,7 @@ Engine::Engine(const Options& o)
     : options_(o),
       pid_(getpid()),
       ring_(ring_capacity(o), o.max_streams + 2),
-      team_(device_options()),
+      team_(device_options(), o.record_path),
       slot_used_(o.max_streams) {
     batch_.reserve(o.max_streams);
     sequences_.reserve(o.max_streams);

@@ -38,6 +38,7 @@ struct Options {
     bool prefix_cache = true, share_devices = false;
     uint64_t kv_bytes = uint64_t(128) << 20;
     uint32_t slow_reader_timeout_ms = 30000;
+    std::string record_path;  // empty: none
 };
 
 // A model in place: weights, the ranks' buffers, the page accounts. Destroyed between two steps.

@@ -151,7 +151,7 @@ bool Engine::swap_if_idle() {
     if (!running_.empty() || (!waiting_.empty() && old(waiting_.front()->weights_generation)) ||
         (!scores_.empty() && old(scores_.front()->weights_generation)))
         return false;
-    if (resident_) team_.run([](int) { device::forget(); });
+    if (resident_) team_.run(KD_STAGE_IDLE, [](int) { device::forget(); });
     resident_ = std::move(next_);
     try {
         plant_default();

@@ -2,7 +2,6 @@
 
 #include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 
 #include <algorithm>
 #include <atomic>
@@ -11,6 +10,8 @@
 #include <system_error>
 #include <thread>
 #include <vector>
+
+#include "quiet.h"
 
 namespace kd::model {
 
@@ -67,11 +68,8 @@ class Readers {
 void read_parallel(size_t jobs, int readers, device::Context* bound, const Readers::Body& body) {
     Readers all(jobs, body);
     std::vector<std::thread> threads;
-    // They take no signals: those belong to the program we are embedded in.
-    sigset_t every, before;
-    sigfillset(&every);
-    pthread_sigmask(SIG_SETMASK, &every, &before);
     try {
+        const Quiet quiet;
         for (int i = 1; i < readers; ++i)
             threads.emplace_back([&all, bound] {
                 pthread_setname_np(pthread_self(), "kd-reader");
@@ -80,7 +78,6 @@ void read_parallel(size_t jobs, int readers, device::Context* bound, const Reade
             });
     } catch (const std::system_error&) {  // fewer, then
     }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     all.run();
     for (std::thread& thread : threads) thread.join();
     device::bind(bound);

@@ -81,14 +81,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return serve(config, *_backend(config))
 
 
-def _backend(config: Any) -> tuple[Any, Any, Any]:
-    """(open_engine, make_sampling, describe): the native library is loaded when the engine is opened, not before."""
+def _backend(config: Any, library: Any = None) -> tuple[Any, Any, Any]:
+    """(open_engine, make_sampling, describe): the native library is loaded when the engine is opened, not before.
+    library: another file than the device's own."""
 
     def open_engine() -> Any:
+        from kd import config as configuration
         from kd.engine import Engine
+        from kd.steps import note_crashes
 
         e = config.engine
-        return Engine(
+        engine = Engine(
             device=e.device,
             tp=e.tp,
             threads=e.threads,
@@ -102,7 +105,11 @@ def _backend(config: Any) -> tuple[Any, Any, Any]:
             kv_bytes=e.kv_bytes,
             slow_reader_timeout_ms=e.slow_reader_timeout_ms,
             share_devices=e.share_devices,
+            record=configuration.paths(config.server.instance, runtime_dir=config.server.runtime_dir).steps,
+            library=library,
         )
+        note_crashes(engine.library)
+        return engine
 
     def make_sampling(**values: Any) -> Any:
         from kd.engine import Sampling

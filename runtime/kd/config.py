@@ -102,6 +102,9 @@ class ServerConfig:
     round_stall_timeout_ms: int = setting(
         60_000, "an engine turn longer than this counts as hung (watchdog)", low=1000, high=86_400_000
     )
+    rank_stall_timeout_ms: int = setting(
+        3000, "a rank that keeps the others waiting for so long counts as hung", low=1000, high=86_400_000
+    )
     client_timeout_ms: int = setting(
         30_000, "a client silent for so long has vanished: its requests are cancelled", low=1000, high=86_400_000
     )

@@ -44,7 +44,8 @@ _WHY = {
 class Engine:
     """An engine and at most one model. With `path`, the model is loaded before the constructor returns.
 
-    Zeros mean the library's defaults (see kd_options in kd.h). device "cuda" without its library is an error.
+    Zeros mean the library's defaults (see kd_options in kd.h). device "cuda" without its library is an error. record: a
+    file that tells what the ranks are at, see `kd.steps`.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Engine:
         kv_bytes: int = 0,
         slow_reader_timeout_ms: int = 0,
         share_devices: bool = False,
+        record: str | Path | None = None,
         draft: str | Path = "auto",
         library: str | Path | Library | None = None,
     ):
@@ -80,7 +82,7 @@ class Engine:
         self._text_us = 0  # what reading tokenizer and template took
         self._tokenizer: Tokenizer | None = None
         self._chat: ChatTemplate | None = None
-        options = structs.options(
+        options, keep = structs.options(
             tp=tp,
             threads=threads,
             isa=isa,
@@ -93,9 +95,11 @@ class Engine:
             kv_bytes=kv_bytes,
             slow_reader_timeout_ms=slow_reader_timeout_ms,
             share_devices=int(share_devices),
+            record=record,
         )
         out = ffi.new("kd_engine **")
         self._check(self._lib.kd_open(out, options))
+        del keep  # the library has copied it
         self._handle = out[0]
         if path is not None:
             try:

@@ -47,6 +47,10 @@ class Paths:
         return self.dir / "daemon.lock"
 
     @property
+    def steps(self) -> Path:
+        return self.dir / "steps"
+
+    @property
     def log(self) -> Path:
         return self.dir / "daemon.log"
 

@@ -16,6 +16,7 @@ import zmq
 from kd import protocol, verbs, wire
 from kd.port import Port, Wake
 from kd.sessions import Session
+from kd.state import EX_SOFTWARE, why_latched
 from kd.wire import ProtocolError
 
 if TYPE_CHECKING:
@@ -336,7 +337,7 @@ class ServeThread(threading.Thread):
 
     def _event(self, event: Any) -> None:
         if event.type == "fatal":
-            self.d.fail("the engine is latched: a broken invariant or a lost device", 70)
+            self.d.fail(why_latched(self.d.engine), EX_SOFTWARE)
             return
         if event.type not in ("tokens", "end"):
             return

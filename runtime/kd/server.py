@@ -16,7 +16,7 @@ import zmq
 
 import kd
 from kd import config as configuration
-from kd import notify, verbs, wire
+from kd import notify, steps, verbs, wire
 from kd.control_socket import ControlLoop
 from kd.loading import Loader
 from kd.logs import Log
@@ -27,6 +27,7 @@ from kd.state import EX_DATA, EX_OS, EX_RUNNING, EX_SOFTWARE, DaemonState, Watch
 from kd.wire import ProtocolError
 
 STOP_GRACE_S = 5.0  # beyond the drain time; then the process ends whatever its threads do
+FAILED_GRACE_S = 1.0  # after a fatal failure: for what clients are still to be told
 JOIN_S = 2.0
 MAX_NODES = 64  # what engine.max_nodes = 0 means
 MAX_TOKEN_BYTES = 256  # KD_MAX_TOKEN_BYTES: a prompt of n tokens has at most n times so many bytes
@@ -97,7 +98,9 @@ class Daemon:
         server = config.server
         self.state = DaemonState(self._state_changed)
         self.hub = Hub(server.max_requests_client, server.client_timeout_ms)
-        self.watch = Watch(server.round_stall_timeout_ms, self.hub.owes_work)
+        self.watch = Watch(
+            server.round_stall_timeout_ms, self.hub.owes_work, rank_limit_ms=server.rank_stall_timeout_ms
+        )
         self.watch.on_fatal, self.watch.on_alive = self.fail, self._feed_watchdog
         self.loader = Loader(self)
         self._fed_at = 0.0
@@ -115,6 +118,7 @@ class Daemon:
         """Locks first, then binds. Raises AlreadyRunning, ConfigError or OSError, with everything closed again."""
         server = self.config.server
         where = configuration.paths(server.instance, runtime_dir=server.runtime_dir)
+        self._steps = where.steps
         configuration.make_dirs(where, group=server.serve_group)
         self.endpoints = {
             name: getattr(server, name) or f"ipc://{getattr(where, name)}" for name in ("control", "serve", "events")
@@ -232,7 +236,7 @@ class Daemon:
     def fail(self, reason: str, exit_status: int) -> None:
         """Latch a fatal failure: the daemon ends with this status whatever comes later. [any thread]"""
         if self.state.fail(reason, exit_status):
-            self.arm_hard_exit(0)
+            self.arm_hard_exit(FAILED_GRACE_S - STOP_GRACE_S)
             self.control.wake.ring()
 
     def _feed_watchdog(self) -> None:
@@ -353,6 +357,8 @@ class Daemon:
         self.log.info(
             "starting", version=self.version, instance=self.config.server.instance, pid=os.getpid(), **self.endpoints
         )
+        if told := steps.last_words(self._steps):
+            self.log.warning(told)
         self.serve.start()
         self.watch.start()
         starter = threading.Thread(target=self._start, name="kd-start", daemon=True)
@@ -370,7 +376,7 @@ class Daemon:
             engine = self._open_engine()
             self.abi, self.library = self._describe()
             self.engine = engine
-            self.watch.attach(self.engine)
+            self.watch.attach(self.engine, steps.Ranks(self._steps) if self._steps.exists() else None)
             self.serve.wake.ring()
             path = self.config.model.path
             if path and not self.stopping:
@@ -400,7 +406,10 @@ class Daemon:
         while self._hard_exit_at is not None:
             left = self._hard_exit_at - time.monotonic()
             if left <= 0:
-                self.log.error("a thread did not end in time: leaving without it")  # never waits
+                if self.state.failed:  # which has been told: nothing waits for a device or for other ranks
+                    steps.forget(self._steps)
+                else:
+                    self.log.error("a thread did not end in time: leaving without it")  # never waits
                 self.exit_now(self.state.exit_status if self.state.failed else EX_SOFTWARE)
             time.sleep(min(0.2, max(0.01, left)))
 
@@ -442,6 +451,7 @@ class Daemon:
         ender = threading.Thread(target=self._context.term, name="kd-term", daemon=True)
         ender.start()
         ender.join(LINGER_MS / 1000 + 0.5)
+        steps.forget(self._steps)
         for lock in self._locks:
             lock.release()
         self._hard_exit_at = None

@@ -5,7 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kd.steps import Ranks
 
 STATES = ("starting", "empty", "loading", "warming", "ready", "draining", "stopped", "failed")
 
@@ -68,13 +71,26 @@ class DaemonState:
         return {f"{name}_ms": int((when - first) * 1000) for name, when in self.at.items()}
 
 
+def why_latched(engine: Any) -> str:
+    """What a latched engine answers everyone."""
+    try:
+        engine.builders()
+    except Exception as error:
+        return getattr(error, "message", str(error))
+    return "the engine is latched: a broken invariant or a lost device"
+
+
 class Watch:
     """Samples the engine's turn counter; an idle engine counts as alive.
 
     The sampling runs on its own thread, so that an engine that does not even answer is seen from outside it."""
 
-    def __init__(self, limit_ms: int, owes_work: Callable[[], bool], interval_s: float = 0.5):
+    def __init__(
+        self, limit_ms: int, owes_work: Callable[[], bool], interval_s: float = 0.5, rank_limit_ms: int = 1 << 62
+    ):
         self._limit_s, self._owes_work, self._interval_s = limit_ms / 1000, owes_work, interval_s
+        self._rank_limit_s = rank_limit_ms / 1000
+        self._ranks: Ranks | None = None
         self._engine: Any = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kd-watch", daemon=True)
@@ -86,7 +102,8 @@ class Watch:
     def start(self) -> None:
         self._thread.start()
 
-    def attach(self, engine: Any) -> None:
+    def attach(self, engine: Any, ranks: Ranks | None = None) -> None:
+        self._ranks = ranks
         self._alive_at = time.monotonic()
         self._engine = engine
 
@@ -119,8 +136,18 @@ class Watch:
         stats = engine.stats()
         self.stats = stats
         if stats.get("state") == "fatal":
-            self.on_fatal("the engine is latched: a broken invariant or a lost device", EX_SOFTWARE)
-        elif stats.get("turns") != before or not self._owes_work():
+            self.on_fatal(why_latched(engine), EX_SOFTWARE)
+            return
+        if self._ranks is not None:
+            late, looks = self._ranks.look()
+            if late is not None and looks * self._interval_s >= self._rank_limit_s:
+                self.on_fatal(
+                    f"{late} has kept the other ranks waiting for {self._rank_limit_s:g} s "
+                    "(server.rank_stall_timeout_ms)",
+                    EX_SOFTWARE,
+                )
+                return
+        if stats.get("turns") != before or not self._owes_work():
             self._alive_at = time.monotonic()
             self.on_alive()
 

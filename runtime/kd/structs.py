@@ -108,13 +108,17 @@ def path(value: str | Path) -> bytes:
 # ---- in: (struct, what must be kept alive during the call) ------------------------------------------------------------
 
 
-def options(*, isa: str, prefix_cache: bool, **values: int) -> Any:
+def options(*, isa: str, prefix_cache: bool, record: str | Path | None = None, **values: int) -> tuple[Any, list[Any]]:
     """kd_options."""
     if isa not in ISAS:
         raise invalid(f"isa is {isa!r}; it must be one of {', '.join(ISAS)}")
     struct = new("kd_options")
     put(struct, isa=ISAS[isa], prefix_cache=0 if prefix_cache else 1, **values)
-    return struct
+    keep: list[Any] = []
+    if record is not None:
+        keep.append(ffi.new("char[]", path(record)))
+        struct.record_path = keep[-1]
+    return struct, keep
 
 
 def load_options(
