@@ -19,7 +19,7 @@ void draft_context(Rank& r, Rows taps, const View& v) {
     const Model& m = *r.model;
     const DraftShape& d = m.draft;
     Activations& a = r.act;
-    const int n = v.n_rows;
+    const Count n = v.n_rows;
     const int kv_width = d.kv_heads_rank * d.head_dim;
 
     ops::linear(a.h, taps, m.fc, n);
@@ -38,7 +38,7 @@ void draft_block(Rank& r, const View& v, int width) {
     const Shape& s = m.shape;
     const DraftShape& d = m.draft;
     Activations& a = r.act;
-    const int n = v.n_rows;
+    const Count n = v.n_rows;
     const int q_width = d.heads_rank * d.head_dim;
 
     ops::zero(a.x, n, d.hidden);

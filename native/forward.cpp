@@ -11,7 +11,7 @@ void attention(Rank& r, const Layer& w, Rows kv, const View& v) {
     const Model& m = *r.model;
     const Shape& s = m.shape;
     Activations& a = r.act;
-    const int n = v.n_rows;
+    const Count n = v.n_rows;
     ops::linear(a.qkv_a, a.h, w.qkv_a, n);                                   // [q_lora | kv_lora | rope]
     ops::mla_append(kv, a.qkv_a.from(s.q_lora), w.kv_a_norm, m.rope, v, s);  // cache: [latent | rope key]
     ops::rms_norm(a.q_a, a.qkv_a, w.q_a_norm, n, s.q_lora, s.rms_eps_lora);
@@ -22,14 +22,14 @@ void attention(Rank& r, const Layer& w, Rows kv, const View& v) {
     ops::linear(a.y, a.o, w.o, n);                       // hidden, partial
 }
 
-void mlp(Rank& r, Mat gate_up, Mat down, int n) {
+void mlp(Rank& r, Mat gate_up, Mat down, Count n) {
     Activations& a = r.act;
     ops::linear(a.gate_up, a.h, gate_up, n);  // [gate | up]
     ops::swiglu(a.act, a.gate_up, n, down.k);
     ops::linear(a.y, a.act, down, n);  // hidden, partial
 }
 
-void experts(Rank& r, const Layer& w, int n) {
+void experts(Rank& r, const Layer& w, Count n) {
     const Shape& s = r.model->shape;
     Activations& a = r.act;
     ops::route(a.expert, a.weight, a.h, w.router, w.router_bias, n, s);
@@ -43,7 +43,7 @@ void forward(Rank& r, const View& v) {
     const Model& m = *r.model;
     const Shape& s = m.shape;
     Activations& a = r.act;
-    const int n = v.n_rows;
+    const Count n = v.n_rows;
     size_t tap = 0;
 
     ops::zero(a.x, n, s.hidden);

@@ -81,12 +81,12 @@ Experts experts(Dev<const uint32_t> gate_up_q, Dev<const uint16_t> gate_up_s, De
     return {{gate_up_q, gate_up_s, 2 * inter, hidden}, {down_q, down_s, hidden, inter}, count};
 }
 
-Trees trees(Rig& rig, const kd_probe_trees* t, const View& v) {
-    return {rig.in(t->first_row, v.n_streams + 1), rig.in(t->parent, v.n_rows)};
+Trees trees(Rig& rig, const kd_probe_trees* t, const kd_probe_view* v) {
+    return {rig.in(t->first_row, v->n_streams + 1), rig.in(t->parent, v->n_rows)};
 }
 
-Accepted kept(Rig& rig, const kd_probe_kept* k, const View& v) {
-    return {rig.in(k->n, v.n_streams), rig.in(k->node, static_cast<size_t>(v.n_streams) * (KD_MAX_DEPTH + 1))};
+Accepted kept(Rig& rig, const kd_probe_kept* k, const kd_probe_view* v) {
+    return {rig.in(k->n, v->n_streams), rig.in(k->node, static_cast<size_t>(v->n_streams) * (KD_MAX_DEPTH + 1))};
 }
 
 }  // namespace
@@ -99,27 +99,29 @@ int32_t kd_probe_embed(const kd_probe_device* d, float* y, const int32_t* token,
                        int32_t vocab_rank, int32_t hidden, int32_t vocab_begin, int32_t n_rows) {
     return run("embed", d, [&](Rig& rig) {
         ops::embed(rig.out(y, n_rows, hidden), rig.in(token, n_rows), rig.mat(table, vocab_rank, hidden), vocab_begin,
-                   n_rows);
+                   rig.count(n_rows));
     });
 }
 
 int32_t kd_probe_zero(const kd_probe_device* d, float* x, int32_t n_rows, int32_t width) {
-    return run("zero", d,
-               [&](Rig& rig) { ops::zero(rig.inout(x, static_cast<size_t>(n_rows) * width), n_rows, width); });
+    return run("zero", d, [&](Rig& rig) {
+        ops::zero(rig.inout(x, static_cast<size_t>(n_rows) * width), rig.count(n_rows), width);
+    });
 }
 
 int32_t kd_probe_copy_rows(const kd_probe_device* d, float* to, const int32_t* to_row, const float* from,
                            const int32_t* from_row, int32_t n, int32_t to_rows, int32_t from_rows, int32_t width) {
     return run("copy_rows", d, [&](Rig& rig) {
         ops::copy_rows(rig.inout(to, to_rows, width), rig.in(to_row, n), rig.in(from, from_rows, width),
-                       rig.in(from_row, n), n, width);
+                       rig.in(from_row, n), rig.count(n), width);
     });
 }
 
 int32_t kd_probe_rms_norm(const kd_probe_device* d, float* y, const float* x, const float* w, int32_t n_rows,
                           int32_t width, float eps) {
     return run("rms_norm", d, [&](Rig& rig) {
-        ops::rms_norm(rig.out(y, n_rows, width), rig.in(x, n_rows, width), rig.in_const(w, width), n_rows, width, eps);
+        ops::rms_norm(rig.out(y, n_rows, width), rig.in(x, n_rows, width), rig.in_const(w, width), rig.count(n_rows),
+                      width, eps);
     });
 }
 
@@ -128,13 +130,14 @@ int32_t kd_probe_add_norm(const kd_probe_device* d, float* h, float* x, const fl
     return run("add_norm", d, [&](Rig& rig) {
         const size_t n = static_cast<size_t>(n_rows) * width;
         ops::add_norm(rig.out(h, n_rows, width), rig.inout(x, n), rig.in(y + rig.rank * n, n_rows, width),
-                      rig.in_const(w, width), n_rows, width, eps);
+                      rig.in_const(w, width), rig.count(n_rows), width, eps);
     });
 }
 
 int32_t kd_probe_keep_tap(const kd_probe_device* d, float* tap, const float* x, int32_t n_rows, int32_t width) {
     return run("keep_tap", d, [&](Rig& rig) {
-        ops::keep_tap(rig.out(tap, n_rows, width), rig.in(x, static_cast<size_t>(n_rows) * width), n_rows, width);
+        ops::keep_tap(rig.out(tap, n_rows, width), rig.in(x, static_cast<size_t>(n_rows) * width), rig.count(n_rows),
+                      width);
     });
 }
 
@@ -142,21 +145,23 @@ int32_t kd_probe_keep_tap(const kd_probe_device* d, float* tap, const float* x, 
 
 int32_t kd_probe_linear(const kd_probe_device* d, float* y, const float* x, const uint16_t* w, int32_t n_rows,
                         int32_t n, int32_t k) {
-    return run("linear", d,
-               [&](Rig& rig) { ops::linear(rig.out(y, n_rows, n), rig.in(x, n_rows, k), rig.mat(w, n, k), n_rows); });
+    return run("linear", d, [&](Rig& rig) {
+        ops::linear(rig.out(y, n_rows, n), rig.in(x, n_rows, k), rig.mat(w, n, k), rig.count(n_rows));
+    });
 }
 
 int32_t kd_probe_logits(const kd_probe_device* d, float* y, const float* x, const uint16_t* w, int32_t n_rows,
                         int32_t n, int32_t k) {
     return run("logits", d, [&](Rig& rig) {
         const Rig::Floats to = rig.out_floats(y, n_rows, n);
-        ops::logits(to.p, to.stride, rig.in(x, n_rows, k), rig.mat(w, n, k), n_rows);
+        ops::logits(to.p, to.stride, rig.in(x, n_rows, k), rig.mat(w, n, k), rig.count(n_rows));
     });
 }
 
 int32_t kd_probe_swiglu(const kd_probe_device* d, float* y, const float* x, int32_t n_rows, int32_t width) {
-    return run("swiglu", d,
-               [&](Rig& rig) { ops::swiglu(rig.out(y, n_rows, width), rig.in(x, n_rows, 2 * width), n_rows, width); });
+    return run("swiglu", d, [&](Rig& rig) {
+        ops::swiglu(rig.out(y, n_rows, width), rig.in(x, n_rows, 2 * width), rig.count(n_rows), width);
+    });
 }
 
 // ---- attention of the target ----------------------------------------------------------------------------------------
@@ -196,7 +201,7 @@ int32_t kd_probe_mla_value(const kd_probe_device* d, float* o, const float* o_la
     return run("mla_value", d, [&](Rig& rig) {
         const Shape s = shape(p);
         ops::mla_value(rig.out(o, n_rows, s.heads_rank * s.v_head), rig.in(o_lat, n_rows, s.heads_rank * s.kv_lora),
-                       rig.mat(v_up, s.heads_rank * s.v_head, s.kv_lora), n_rows, s);
+                       rig.mat(v_up, s.heads_rank * s.v_head, s.kv_lora), rig.count(n_rows), s);
     });
 }
 
@@ -209,7 +214,7 @@ int32_t kd_probe_route(const kd_probe_device* d, int32_t* expert, float* weight,
         const size_t n = static_cast<size_t>(n_rows) * s.experts_per_token;
         ops::route(rig.out(expert, n), rig.out(weight, n), rig.in(h, n_rows, s.hidden),
                    rig.in_const(router, static_cast<size_t>(s.experts) * s.hidden), rig.in_const(bias, s.experts),
-                   n_rows, s);
+                   rig.count(n_rows), s);
     });
 }
 
@@ -235,7 +240,7 @@ int32_t kd_probe_moe(const kd_probe_device* d, float* y, const float* h, const i
         ops::pack_experts(w);
         rig.settle();
         ops::moe(rig.inout(y, n_rows, s.hidden), rig.in(h, n_rows, s.hidden), rig.in(expert, n), rig.in(weight, n), w,
-                 n_rows, s);
+                 rig.count(n_rows), s);
     });
 }
 
@@ -277,7 +282,8 @@ int32_t kd_probe_top_logprobs(const kd_probe_device* d, int32_t* id, float* logp
     return run("top_logprobs", d, [&](Rig& rig) {
         const Shape s = vocab_shape(vocab, d->tp, rig.rank);
         const size_t n = static_cast<size_t>(n_rows) * k;
-        ops::top_logprobs(rig.out(id, n), rig.out(logprob, n), own_logits(rig, logits, n_rows, s), n_rows, k, s);
+        ops::top_logprobs(rig.out(id, n), rig.out(logprob, n), own_logits(rig, logits, n_rows, s), rig.count(n_rows), k,
+                          s);
     });
 }
 
@@ -305,30 +311,28 @@ int32_t kd_probe_tree_build(const kd_probe_device* d, int32_t* n, int32_t* node_
         ops::tree_build({rig.out(n, streams), rig.out(node_token, nodes), rig.out(node_parent, nodes), stride},
                         rig.in(token, table), rig.in(logprob, table),
                         {rig.in(row, streams), rig.in(depths, streams), rig.in(width_of, streams)},
-                        rig.in(budget, streams), n_streams, width);
+                        rig.in(budget, streams), rig.count(n_streams), width);
     });
 }
 
 int32_t kd_probe_tree_accept(const kd_probe_device* d, int32_t* n, int32_t* node, const kd_probe_trees* t,
                              const int32_t* choice_token, const kd_probe_view* view) {
     return run("tree_accept", d, [&](Rig& rig) {
-        const View v = rig.view(view);
-        const Accepted out{rig.out(n, v.n_streams),
-                           rig.out(node, static_cast<size_t>(v.n_streams) * (KD_MAX_DEPTH + 1))};
+        const Accepted out{rig.out(n, view->n_streams),
+                           rig.out(node, static_cast<size_t>(view->n_streams) * (KD_MAX_DEPTH + 1))};
         Choice choice;
-        choice.token = rig.in(choice_token, v.n_rows);
-        ops::tree_accept(out, trees(rig, t, v), choice, v);
+        choice.token = rig.in(choice_token, view->n_rows);
+        ops::tree_accept(out, trees(rig, t, view), choice, rig.view(view));
     });
 }
 
 int32_t kd_probe_kv_commit(const kd_probe_device* d, float* kv, const kd_probe_kept* k, const kd_probe_trees* t,
                            const kd_probe_view* view, int32_t layers, int32_t pool_rows, int32_t width) {
     return run("kv_commit", d, [&](Rig& rig) {
-        const View v = rig.view(view);
         std::vector<Rows> pools;
         for (int i = 0; i < layers; i++)
             pools.push_back(rig.inout(kv + static_cast<size_t>(i) * pool_rows * width, pool_rows, width));
-        ops::kv_commit(pools, kept(rig, k, v), trees(rig, t, v), v, width);
+        ops::kv_commit(pools, kept(rig, k, view), trees(rig, t, view), rig.view(view), width);
     });
 }
 
@@ -336,9 +340,9 @@ int32_t kd_probe_keep_taps(const kd_probe_device* d, float* ring, const float* t
                            const kd_probe_kept* k, const kd_probe_trees* t, const kd_probe_view* view,
                            int32_t ring_rows, int32_t ring_slots, int32_t width) {
     return run("keep_taps", d, [&](Rig& rig) {
-        const View v = rig.view(view);
-        ops::keep_taps(rig.inout(ring, ring_rows * ring_slots, width), rig.in(taps, v.n_rows, width),
-                       rig.in(ring_slot, v.n_streams), kept(rig, k, v), trees(rig, t, v), v, ring_rows, width);
+        ops::keep_taps(rig.inout(ring, ring_rows * ring_slots, width), rig.in(taps, view->n_rows, width),
+                       rig.in(ring_slot, view->n_streams), kept(rig, k, view), trees(rig, t, view), rig.view(view),
+                       ring_rows, width);
     });
 }
 

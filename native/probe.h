@@ -22,6 +22,7 @@ extern "C" {
 typedef struct kd_probe_device {
     int32_t tp, threads, isa;
     int32_t aligned; /* rows at multiples of 16 bytes, else nowhere in particular */
+    int32_t more;    /* 0: numbers of rows and streams are given; else they are data, and there could be so many more */
 } kd_probe_device;
 
 /* native/types.h Shape, in its order */

@@ -14,7 +14,7 @@ namespace {
 Streams streams(Rig& rig, const kd_probe_streams* p, int round = 0) {
     const size_t n = static_cast<size_t>(p->n);
     Streams s;
-    s.n = p->n;
+    s.n = rig.count(p->n);
     s.max_pages = p->max_pages;
     s.slot = rig.in(p->slot, n);
     s.start = rig.in(p->start, n);

@@ -66,7 +66,7 @@ Rig::Place Rig::place_of(int width) const {
 }
 
 Rows Rig::rows(float* host, int n_rows, int width, bool read, bool written) {
-    constexpr int spare_rows = 2;
+    const int spare_rows = 2 + more_;
     const auto [offset, stride] = place_of(width);
     const size_t size = device::act_bytes(), values = static_cast<size_t>(n_rows) * width;
     std::vector<uint16_t> narrow;
@@ -85,7 +85,7 @@ Rows Rig::rows(float* host, int n_rows, int width, bool read, bool written) {
 }
 
 Rig::Floats Rig::out_floats(float* host, int n_rows, int width) {
-    constexpr int spare_rows = 2;
+    const int spare_rows = 2 + more_;
     const auto [offset, stride] = place_of(width);
     const uint32_t poison = 0xAAAAAAAA;
     void* p =
@@ -112,9 +112,9 @@ Rope Rig::rope(const kd_probe_rope* r) {
 
 View Rig::view(const kd_probe_view* v) {
     View to;
-    to.n_rows = v->n_rows;
-    to.n_streams = v->n_streams;
-    to.n_out = v->n_out;
+    to.n_rows = count(v->n_rows);
+    to.n_streams = count(v->n_streams);
+    to.n_out = count(v->n_out);
     to.max_pages = v->max_pages;
     to.token = in(v->token, v->n_rows);
     to.position = in(v->position, v->n_rows);
@@ -172,7 +172,7 @@ int32_t run(const char* name, const kd_probe_device* d, const std::function<void
         ranks.emplace_back([&, r] {
             try {
                 device::bind(device::context(*group, r));
-                Rig rig(r, d->aligned != 0);
+                Rig rig(r, d->aligned != 0, d->more);
                 body(rig);
                 rig.finish(name);
                 results[r] = std::move(rig.results);

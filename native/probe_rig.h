@@ -24,7 +24,8 @@ constexpr uint16_t kSignallingAct = 0x7FA5;  // of a two-byte Act
 class Rig {
   public:
     // With `aligned`, rows start at multiples of 16 bytes, as a model's mostly do; else nowhere in particular.
-    Rig(int rank, bool aligned) : rank(rank), aligned_(aligned) {}
+    // The numbers of rows it is told could be `more` more.
+    Rig(int rank, bool aligned, int more) : rank(rank), aligned_(aligned), more_(more) {}
     ~Rig();
     Rig(const Rig&) = delete;
     Rig& operator=(const Rig&) = delete;
@@ -62,6 +63,11 @@ class Rig {
     template <class T>
     Dev<const T> in_const(const T* host, size_t n) {
         return Dev<const T>(static_cast<const T*>(std::bit_cast<void*>(in(host, n))));
+    }
+    // The number as the operations of a round get it.
+    Count count(int n) {
+        if (more_ == 0) return n;
+        return device::known({n + more_, in(&n, 1)});
     }
     Rope rope(const kd_probe_rope* r);
     View view(const kd_probe_view* v);
@@ -102,7 +108,8 @@ class Rig {
     template <class T>
     Dev<T> array(T* host, size_t n, bool read, bool written) {
         if (!host) return {};
-        constexpr size_t spare = 16;
+        // Behind the values, what rows that are not there would have.
+        const size_t spare = 16 + std::min(n * static_cast<size_t>(more_), size_t{1} << 20);
         std::remove_const_t<T> poison;
         std::memset(static_cast<void*>(&poison), read ? 0xFF : 0xAA, sizeof poison);  // 0xFFFF is NaN in bf16
         if constexpr (std::is_same_v<std::remove_const_t<T>, int32_t>) poison = kWildIndex;
@@ -113,6 +120,7 @@ class Rig {
     }
 
     const bool aligned_;
+    const int more_;
     std::vector<Buffer> buffers_;
 };
 

@@ -30,6 +30,7 @@ class Device(NamedTuple):
     isa: str = next(iter(ISAS))
     threads: int = 1  # of each rank
     tp: int = 1
+    more: int = 0  # numbers of rows and streams are data, and there could be so many more
 
 
 class ProbeError(Exception):
@@ -51,7 +52,7 @@ class Probes:
 
     def _run(self, name, device, *args):
         isa, aligned = ISAS[device.isa]
-        where = self.ffi.new("kd_probe_device *", [device.tp, device.threads * device.tp, isa, aligned])
+        where = self.ffi.new("kd_probe_device *", [device.tp, device.threads * device.tp, isa, aligned, device.more])
         if getattr(self.lib, f"kd_probe_{name}")(where, *args) != 0:
             raise ProbeError(self.ffi.string(self.lib.kd_probe_error()).decode())
 

@@ -279,6 +279,23 @@ def test_the_order_of_appended_rows_does_not_matter(name, isa, probes):
             assert_same_bits(run(Device(isa, 2), **take(name, case, pick, SCATTERED[name])), whole, "another order")
 
 
+@pytest.mark.parametrize("name", [name for name in ref.OPS if name != "pack_experts"])  # which knows no rows
+def test_rows_that_are_not_there_change_nothing(name, isa, probes):
+    """How many rows and streams there are is data in a round, which has room for more. What lies where those would be is poison,
+    and it is found out if it is written to. The most there could be chooses other tiles."""
+    run = getattr(probes, name)
+    for case, want in worked(name):
+        block = case["d"].block if name == "draft_attention" else 1
+        alone = run(Device(isa, 2), **case)
+        assert_matches(name, alone, want)
+        for more in 3, 61:
+            got = run(Device(isa, 2, more=more * block), **case)
+            if name in MOVES:
+                assert_matches(name, got, want)
+            else:
+                assert_same_bits(got, alone, f"room for {more * block} more")
+
+
 def test_every_op_is_in_one_of_the_tables():
     assert set(ref.OPS) == {*ROWS, *SCATTERED, *MOVES} & set(ref.OPS)
 
