@@ -36,11 +36,14 @@ object() { # of a CUDA source: one for each choice of architectures
     [[ $1 != *.cu ]] || obj="$out/${1//\//.}.$(IFS=_; echo "${archs[*]}").o"
     echo "$obj"
 }
+page_flags() { # the pages call operations by way of native/stages.cpp, which tells when each was done
+    case $1 in native/forward.cpp | native/drafter.cpp | native/round.cpp) echo -Dops=staged ;; esac
+}
 compile() {
     local obj; obj=$(object "$1")
     if [[ $1 == *.cu ]]; then compile_cuda "$1" "$obj"; return; fi
     # shellcheck disable=SC2046
-    "$CXX" "${flags[@]}" $(isa_flags "$1") -c "$1" -o "$obj.tmp" -MMD -MF "$obj.d" && mv "$obj.tmp" "$obj"
+    "$CXX" "${flags[@]}" $(isa_flags "$1") $(page_flags "$1") -c "$1" -o "$obj.tmp" -MMD -MF "$obj.d" && mv "$obj.tmp" "$obj"
 }
 read -ra archs <<<"${ARCHS:-}"
 if [ ${#archs[@]} = 0 ] && command -v nvidia-smi >/dev/null; then # 9.0 -> 90a, 12.0 -> 120f

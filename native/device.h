@@ -92,6 +92,20 @@ void loop(uint64_t key, const std::function<void()>& body);
 // Whether the device has done everything the bound rank gave it. Throws Error(KD_E_FATAL) if something of it failed.
 bool idle();
 
+// ---- when work was done (stages.h) ------------------------------------------------------------------------------------
+
+// The body of replay() or loop() that is run or recorded now on the bound rank.
+struct Body {
+    bool under_way = false;
+    uint64_t key = 0;
+    uint64_t count = 0;  // of bodies begun: another number, another body
+};
+Body body();
+
+// Write the device's clock, in ns, once everything given before is done: at[0] counts the stamps, the n-th is put at at[1 + n % kept].
+// Can be recorded.
+void stamp(Dev<uint64_t> at, int kept);
+
 // Elements. A Dev is its address and nothing else, so it passes as the void* of the functions above.
 template <class T>
 void upload(Dev<T> to, const std::type_identity_t<std::remove_const_t<T>>* from, size_t n) {

@@ -79,13 +79,14 @@ MAY_INCLUDE = {
     "tree": {"contracts", "tree"},
     "team": {"contracts", "team"},
     "self_check": {"contracts", "self_check"},
+    "stages": {"contracts", "stages"},
     "rank": {"contracts", "rank"},
     "pages": {"contracts", "rank", "pages"},
     "round": {"contracts", "rank", "pages", "team", "tree", "round"},
     "engine": {"contracts", "rank", "pages", "team", "tree", "round", "model", "self_check", "engine"},
     "abi": {"contracts", "team", "tree", "model", "engine", "abi"},
 }
-MAY_INCLUDE["probe"] = {"probe", *MAY_INCLUDE["engine"], "engine", "cpu", "cuda"}
+MAY_INCLUDE["probe"] = {"probe", *MAY_INCLUDE["engine"], "engine", "stages", "cpu", "cuda"}
 
 
 def district(path: Path) -> str:

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <string>
@@ -156,7 +157,20 @@ void release(void* p) {
 
 Count known(Count count) { return raw(count.n) ? Count(*raw(count.n)) : count; }
 
-void replay(uint64_t, const std::function<void()>& body) { body(); }
+namespace {
+
+void run_body(Context& c, uint64_t key, const std::function<void()>& body) {
+    struct Under {
+        Context& c;
+        Under(Context& c, uint64_t key) : c(c) { c.body = {true, key, c.body.count + 1}; }
+        ~Under() { c.body.under_way = false; }
+    } const under(c, key);
+    body();
+}
+
+}  // namespace
+
+void replay(uint64_t key, const std::function<void()>& body) { run_body(cpu::bound(), key, body); }
 
 void forget() {}
 
@@ -165,14 +179,23 @@ void release_shared(void* p) { release(p); }
 
 int rounds_at_once() { return 1; }
 
-void loop(uint64_t, const std::function<void()>& body) {
+void loop(uint64_t key, const std::function<void()>& body) {
     Context& c = cpu::bound();
     c.looping = true;
-    do body();
+    do run_body(c, key, body);
     while (c.looping);
 }
 
 bool idle() { return true; }
+
+Body body() { return cpu::bound().body; }
+
+void stamp(Dev<uint64_t> at, int kept) {
+    using namespace std::chrono;
+    uint64_t* const to = raw(at);
+    to[1 + to[0]++ % static_cast<uint64_t>(kept)] =
+        static_cast<uint64_t>(duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count());
+}
 
 void upload(void* device, const void* host, size_t bytes) {
     if (bytes) memcpy(device, host, bytes);

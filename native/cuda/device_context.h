@@ -58,6 +58,7 @@ class Context {
     std::unordered_map<uint64_t, cudaGraphExec_t> recorded;
     bool recording = false;
     cudaGraphConditionalHandle loop = 0;  // of the loop() that is being recorded
+    Body body;
 
     void forget();
 };
