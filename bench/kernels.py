@@ -51,7 +51,7 @@ class Bench:
         target = {"cpu": "test", "cuda": "cuda-test"}[device]
         subprocess.run([ROOT / "build" / "make.sh", target], check=True)
         self.ffi = cffi.FFI()
-        for header in ("include/kd.h", "native/probe.h", "native/probe_bench.h"):
+        for header in ("include/kd.h", "native/probe.h", "native/probe_bench.h", "native/probe_rank.h"):
             text = (ROOT / header).read_text()
             found = re.search(r"/\* cdef: begin \*/(.*)/\* cdef: end \*/", text, re.S)
             assert found

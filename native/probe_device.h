@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 
 namespace kd::probe {
@@ -24,5 +25,11 @@ void read_all(const void* p, size_t bytes);
 
 // The bound rank's device fails, as it would with work that touches memory that is not there: throws Error(KD_E_FATAL).
 void break_device();
+
+// Fill device memory with a pattern that lies in device memory, again and again.
+void tile(void* to, size_t bytes, const void* pattern, size_t pattern_bytes);
+
+// Bytes that the bound rank's device could still give.
+uint64_t memory_left();
 
 }  // namespace kd::probe

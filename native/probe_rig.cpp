@@ -19,11 +19,6 @@ std::map<std::tuple<int, int, int>, std::shared_ptr<device::Group>>& groups() {
     return *all;
 }
 
-int32_t remember(const Error& e) {
-    last_error = e.what();
-    return e.status;
-}
-
 // Nearest, ties to even; NaN stays NaN.
 uint16_t to_bf16(float value) {
     const uint32_t bits = std::bit_cast<uint32_t>(value);
@@ -32,6 +27,11 @@ uint16_t to_bf16(float value) {
 }
 
 }  // namespace
+
+int32_t remember(const Error& e) {
+    last_error = e.what();
+    return e.status;
+}
 
 Rig::~Rig() {
     for (const Buffer& b : buffers_) device::release(b.device);

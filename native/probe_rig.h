@@ -124,6 +124,9 @@ class Rig {
     std::vector<Buffer> buffers_;
 };
 
+// The sentence is what kd_probe_error() gives to this thread from now on. Returns the status.
+int32_t remember(const Error& e);
+
 // body(rig) on every rank, then results to the host. Returns a kd_status; kd_probe_error() has the sentence.
 int32_t run(const char* name, const kd_probe_device* device, const std::function<void(Rig&)>& body);
 

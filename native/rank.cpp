@@ -8,6 +8,7 @@ namespace kd {
 Rows Rank::rows(size_t n, int width) {
     Rows r = device::alloc_rows(n, width);
     owned_.push_back(r.p);
+    bytes_ += n * size_t(r.stride) * device::act_bytes();
     return r;
 }
 
@@ -15,6 +16,7 @@ template <class T>
 Dev<T> Rank::array(size_t n) {
     void* p = device::alloc(n * sizeof(T));
     owned_.push_back(p);
+    bytes_ += n * sizeof(T);
     return Dev<T>(static_cast<T*>(p));
 }
 

@@ -111,11 +111,14 @@ struct Rank {
     // The view that a plan_* fills: at most so many rows and wanted rows, of the streams of the round.
     View planned_view(int rows, int out) const;
 
+    uint64_t bytes() const { return bytes_; }  // of all of the above
+
     // Bytes of one token over all pools.
     static uint64_t kv_bytes_token(const Model& model);
 
   private:
     std::vector<void*> owned_;
+    uint64_t bytes_ = 0;
     void point_into_blocks();
     void free_all();
     Rows rows(size_t n, int width);

@@ -30,19 +30,26 @@ bool drafts(const Stage& g, const Sequence& q) {
     return q.planting.budget > 0 && g.model().draft.layers > 0 && depth_left(g, q) > 0;
 }
 
+int round_up(int n, std::initializer_list<int> sizes, int most) {
+    for (const int size : sizes)
+        if (n <= size && size <= most) return size;
+    return most;
+}
+
+// The largest budget for which all trees have at most max_rows rows together.
+int budget_cap(std::span<Sequence* const> batch, int max_rows) {
+    for (int cap = KD_MAX_NODES;; cap--) {
+        int rows = int(batch.size());
+        for (const Sequence* q : batch) rows += std::min(q->planting.budget, cap);
+        if (rows <= max_rows || cap == 0) return cap;
+    }
+}
+
 // ---- a rank's part ---------------------------------------------------------------------------------------------------
 //
 // What a round does on the device. How many rows there are is data that a plan_* has written; `most` is only room.
 
 constexpr uint64_t kRunNs = 50'000'000;  // a run ends by itself with the first round that ends later than this
-
-// Largest sizes of a round: what is recorded once serves every round that fits.
-struct Room {
-    int streams, rows, width;
-    uint64_t key(int part) const {
-        return uint64_t(part) | uint64_t(streams) << 8 | uint64_t(rows) << 20 | uint64_t(width) << 40;
-    }
-};
 
 Streams round_streams(const Rank& r, const Room& room) {
     Streams streams = r.streams;
@@ -60,7 +67,8 @@ View settled(View v, const Streams& streams) {
     return v;
 }
 
-// Waiting taps -> drafter K/V.
+}  // namespace
+
 void context_part(Rank& r, const Room& room) {
     const int width = int(r.model->draft.taps.size()) * r.model->shape.hidden;
     const Streams streams = round_streams(r, room);
@@ -71,7 +79,6 @@ void context_part(Rank& r, const Room& room) {
     draft_context(r, r.act.draft_taps, v);
 }
 
-// Root tokens -> the table of candidates.
 void draft_part(Rank& r, const Room& room) {
     const DraftShape& d = r.model->draft;
     const Streams streams = round_streams(r, room);
@@ -80,7 +87,6 @@ void draft_part(Rank& r, const Room& room) {
     draft_block(r, settled(v, streams), room.width);
 }
 
-// Trees -> the target's choice after every node, the path it takes, the cache moved along it, tokens.
 void verify_part(Rank& r, const Room& room) {
     const Shape& s = r.model->shape;
     const Streams streams = round_streams(r, room);
@@ -98,23 +104,9 @@ void verify_part(Rank& r, const Room& room) {
 
 // ---- the host's part -------------------------------------------------------------------------------------------------
 
-// Rounds are recorded for the smallest of these sizes that has room for them.
-int round_up(int n, std::initializer_list<int> sizes, int most) {
-    for (const int size : sizes)
-        if (n <= size && size <= most) return size;
-    return most;
-}
+int recorded_streams(const Limits& l, int n) { return round_up(n, {1, 4, 16}, l.streams); }
+int recorded_rows(const Limits& l, int n) { return round_up(n, {64, 256}, l.rows); }
 
-// The largest budget for which all trees have at most max_rows rows together.
-int budget_cap(std::span<Sequence* const> batch, int max_rows) {
-    for (int cap = KD_MAX_NODES;; cap--) {
-        int rows = int(batch.size());
-        for (const Sequence* q : batch) rows += std::min(q->planting.budget, cap);
-        if (rows <= max_rows || cap == 0) return cap;
-    }
-}
-
-// What the ranks are told of the batch; no stream's budget is above `cap`.
 void tell(Stage& g, std::span<Sequence* const> batch, int cap) {
     const Limits& l = g.ranks[0]->limits;
     g.round_in[RoundIn::n] = int(batch.size());
@@ -142,6 +134,8 @@ void tell(Stage& g, std::span<Sequence* const> batch, int cap) {
         device::upload(r.sampling, g.sampling.data(), g.sampling.size());
     });
 }
+
+namespace {
 
 // Projects the taps of the sequences that draft now, and of those whose ring could overflow in this round.
 void project_taps(Stage& g, std::span<Sequence* const> batch, const Room& room) {
@@ -430,7 +424,7 @@ void decode_rounds(Stage& g, std::span<Sequence* const> batch, int rounds, const
     }
     // Of trees built here the least likely nodes are cut when there are too many rows; trees built there grow less.
     const int cap = through ? budget_cap(batch, g.max_rows) : KD_MAX_NODES;
-    Room room{round_up(int(batch.size()), {1, 4, 16}, l.streams), 0, 0};
+    Room room{recorded_streams(l, int(batch.size())), 0, 0};
     room.width = std::min({widest, cap, g.model().shape.vocab, l.tree_width});
     rounds = through ? std::min(rounds, g.rounds_at_once) : 1;
     tell(g, batch, cap);
@@ -440,7 +434,7 @@ void decode_rounds(Stage& g, std::span<Sequence* const> batch, int rounds, const
         const bool trees = drafting > 0 && room.width > 0;
         int rows = int(batch.size());
         for (const Sequence* q : batch) rows += drafts(g, *q) ? std::min(q->planting.budget, cap) : 0;
-        room.rows = round_up(rows, {64, 256}, l.rows);
+        room.rows = recorded_rows(l, rows);
         if (!trees && g.model().draft.layers) {
             project_taps(g, batch, room);
             rounds = std::min(rounds, rounds_to_overflow(batch));
@@ -451,7 +445,7 @@ void decode_rounds(Stage& g, std::span<Sequence* const> batch, int rounds, const
         project_taps(g, batch, room);
         if (drafting) draft(g, drafting, room);
         const uint64_t drafted = now_us();
-        room.rows = round_up(plant(g, batch, room.width, counts), {64, 256}, l.rows);
+        room.rows = recorded_rows(l, plant(g, batch, room.width, counts));
         room.width = 0;
         planted = now_us();
         counts.draft_us = drafted - began;

@@ -108,6 +108,28 @@ void decode_rounds(Stage& g, std::span<Sequence* const> batch, int rounds, const
 // A prompt part of `sequence` whose logits are all wanted: out [n][vocab], float32.
 void score_chunk(Stage& g, const PromptPart& part, float* out);
 
+// ---- what a decode round consists of ----------------------------------------------------------------------------------
+
+// Largest sizes of a round: what is recorded once serves every round that fits.
+struct Room {
+    int streams = 0, rows = 0, width = 0;
+    uint64_t key(int part) const {
+        return uint64_t(part) | uint64_t(streams) << 8 | uint64_t(rows) << 20 | uint64_t(width) << 40;
+    }
+};
+// The smallest of the sizes that are recorded that has room for `n`.
+int recorded_streams(const Limits& limits, int n);
+int recorded_rows(const Limits& limits, int n);
+
+// What the ranks are told of the batch; no stream's budget is above `cap`.
+void tell(Stage& g, std::span<Sequence* const> batch, int cap);
+
+// On the bound rank, after that; each can be a body of device::replay().
+void context_part(Rank& r, const Room& room);  // waiting taps -> drafter K/V
+void draft_part(Rank& r, const Room& room);    // root tokens -> the table of candidates
+// Trees -> the target's choice after every node, the path it takes, the cache moved along it, tokens.
+void verify_part(Rank& r, const Room& room);
+
 // Copy the first `n` rows of a page to another, in every layer (copy-on-write).
 void copy_page(Stage& g, int32_t to, int32_t from, int n);
 

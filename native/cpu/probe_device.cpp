@@ -1,9 +1,11 @@
 #include "probe_device.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
 
+#include "device.h"
 #include "error.h"
 #include "threads.h"
 
@@ -37,5 +39,12 @@ void read_all(const void* p, size_t bytes) {
 }
 
 void break_device() { fail(KD_E_FATAL, "a planted failure of the device"); }
+
+void tile(void* to, size_t bytes, const void* pattern, size_t pattern_bytes) {
+    for (size_t at = 0; at < bytes; at += pattern_bytes)
+        std::memcpy(static_cast<char*>(to) + at, pattern, std::min(pattern_bytes, bytes - at));
+}
+
+uint64_t memory_left() { return device::memory_free(); }
 
 }  // namespace kd::probe

@@ -1,5 +1,7 @@
 #include "probe_device.h"
 
+#include <algorithm>
+
 #include "launch.h"
 
 namespace kd::probe {
@@ -63,6 +65,23 @@ void break_device() {
 void read_all(const void* p, size_t bytes) {
     cuda::launch<read_kernel>(2 * cuda::bound().processors, kThreads, static_cast<const uint4*>(p), bytes / 16,
                               nullptr);
+}
+
+// What is there is doubled: some 20 copies fill any memory at the speed of copying.
+void tile(void* to, size_t bytes, const void* pattern, size_t pattern_bytes) {
+    const auto copy = [](void* to, const void* from, size_t n) {
+        cuda::check(cudaMemcpyAsync(to, from, n, cudaMemcpyDeviceToDevice, cuda::bound().stream), "cudaMemcpy");
+    };
+    size_t there = std::min(bytes, pattern_bytes);
+    copy(to, pattern, there);
+    for (; there < bytes; there += std::min(there, bytes - there))
+        copy(static_cast<char*>(to) + there, to, std::min(there, bytes - there));
+}
+
+uint64_t memory_left() {
+    size_t left = 0, total = 0;
+    cuda::check(cudaMemGetInfo(&left, &total), "cudaMemGetInfo");
+    return left;
 }
 
 }  // namespace kd::probe
