@@ -311,6 +311,7 @@ def test_no_large_or_built_file_is_tracked():
     done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     for line in done.stdout.splitlines():
         path = ROOT / line
+        assert not path.is_symlink(), f"{line} is a link: a checkout puts it in the place of what lies there"
         if path.is_file():
             assert path.suffix not in {".so", ".o", ".pyc", ".pkl", ".pt", ".bin"}, f"{line} is built or opaque"
             if not line.startswith("models/"):
