@@ -215,11 +215,13 @@ void head_norm_rope(Rows x, Vec norm, const Rope& rope, const View& v, int heads
 void draft_append(Rows k_pool, Rows v_pool, Rows k, Rows v, const View& view, const DraftShape& d) {
     stage("draft_append", nullptr, {}, [&] { ops::draft_append(k_pool, v_pool, k, v, view, d); });
 }
-void draft_attention(Rows o, Rows qkv, Rows k_pool, Rows v_pool, const View& v, int window, const DraftShape& d) {
+void draft_attention(Rows o, Rows qkv, Rows k_pool, Rows v_pool, const View& v, int window, bool causal,
+                     const DraftShape& d) {
     const Cost cost{.key_bytes = 2.0 * d.kv_heads_rank * d.head_dim * double(device::act_bytes()),
                     .row_key_ops = 4.0 * d.heads_rank * d.head_dim,
                     .window = window};
-    stage("draft_attention", nullptr, cost, [&] { ops::draft_attention(o, qkv, k_pool, v_pool, v, window, d); });
+    stage("draft_attention", nullptr, cost,
+          [&] { ops::draft_attention(o, qkv, k_pool, v_pool, v, window, causal, d); });
 }
 void top_logprobs(Dev<int32_t> id, Dev<float> logprob, Dev<float> logits, Count n_rows, int k, const Shape& s) {
     stage("top_logprobs", nullptr, {}, [&] { ops::top_logprobs(id, logprob, logits, n_rows, k, s); });
