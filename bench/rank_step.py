@@ -65,12 +65,12 @@ class Rank:
         self.bench, self.ffi = bench, bench.ffi
         self._texts = [self.ffi.new("char[]", path.read_bytes()) if path else self.ffi.NULL for path in (config, draft)]
         self.options = self.ffi.new(
-            "kd_rank_options *", [*self._texts, tp, bench.threads, streams, rows, context, nodes]
+            "kd_share_options *", [*self._texts, tp, bench.threads, streams, rows, context, nodes]
         )
         self._rank = self.ffi.NULL
 
     def call(self, function: str, *arguments: Any) -> None:
-        if getattr(self.bench.lib, f"kd_rank_{function}")(*arguments) != 0:
+        if getattr(self.bench.lib, f"kd_share_{function}")(*arguments) != 0:
             raise SystemExit(f"rank_step: {self.ffi.string(self.bench.lib.kd_probe_error()).decode()}")
 
     def _json(self, function: str, *arguments: Any) -> Any:
@@ -82,19 +82,19 @@ class Rank:
         return self._json("account", self.options)
 
     def open(self) -> None:
-        rank = self.ffi.new("kd_rank **")
+        rank = self.ffi.new("kd_share **")
         self.call("open", rank, self.options)
         self._rank = rank[0]
 
     def close(self) -> None:
-        self.bench.lib.kd_rank_close(self._rank)
+        self.bench.lib.kd_share_close(self._rank)
         self._rank = self.ffi.NULL
 
     def info(self) -> dict[str, Any]:
         return self._json("info", self._rank)
 
     def _work(self, work: Work) -> Any:
-        return self.ffi.new("kd_rank_work *", list(work))
+        return self.ffi.new("kd_share_work *", list(work))
 
     def route(self, bias: np.ndarray) -> None:
         self.call("bias", self._rank, self.ffi.from_buffer("float[]", np.ascontiguousarray(bias, np.float32)))
@@ -259,7 +259,7 @@ def record(bench: Bench, folder: Path, to: Path) -> None:
     text = (ROOT / "README.md").read_text()
     tokens = np.array(Tokenizer.load(folder).encode(text)[: config["max_position_embeddings"]], np.int32)
     counts = np.zeros((layers, experts), np.int64)
-    status = bench.lib.kd_rank_record(
+    status = bench.lib.kd_share_record(
         bench.ffi.new("char[]", str(folder).encode()), bench.ffi.from_buffer("int32_t[]", tokens), len(tokens),
         bench.ffi.from_buffer("int64_t[]", counts), layers, experts,
     )  # fmt: skip

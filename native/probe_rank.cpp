@@ -16,7 +16,7 @@
 
 using namespace kd;
 
-struct kd_rank {
+struct kd_share {
     Team team;
     probe::Share share;
     std::unique_ptr<Stage> stage;
@@ -25,7 +25,7 @@ struct kd_rank {
     std::vector<std::unique_ptr<Sequence>> sequences;
     std::vector<Sequence*> batch;
 
-    explicit kd_rank(const kd_rank_options& o)
+    explicit kd_share(const kd_share_options& o)
         : team({1, o.threads}),
           share(bound(o)),
           builder(share.model.draft.layers ? tree::device : tree::none),
@@ -36,10 +36,10 @@ struct kd_rank {
         share.fill(*ranks[0], patterns);
         stage = std::make_unique<Stage>(team, std::move(ranks), share.limits.rows);
     }
-    ~kd_rank() { bind(); }
+    ~kd_share() { bind(); }
 
     void bind() { device::bind(device::context(team.group(), 0)); }
-    const kd_rank_options& bound(const kd_rank_options& o) {
+    const kd_share_options& bound(const kd_share_options& o) {
         bind();
         return o;
     }
@@ -48,7 +48,7 @@ struct kd_rank {
     int moe_layers() const { return share.model.shape.layers - share.model.shape.dense_layers; }
 
     // The streams of a round, before it: each with `context` tokens in the cache, some of whose taps wait.
-    void seat(const kd_rank_work& w) {
+    void seat(const kd_share_work& w) {
         constexpr int kWaiting = 5;
         bind();
         const Shape& s = share.model.shape;
@@ -96,7 +96,7 @@ struct kd_rank {
         device::settle();
     }
 
-    Room room(const kd_rank_work& w) const {
+    Room room(const kd_share_work& w) const {
         const int rows = w.recorded_rows ? w.recorded_rows : recorded_rows(limits(), w.rows);
         return {recorded_streams(limits(), w.streams), rows, 0};
     }
@@ -110,7 +110,7 @@ struct kd_rank {
         return watch.stop_us();
     }
 
-    std::pair<double, double> draft(const kd_rank_work& w) {
+    std::pair<double, double> draft(const kd_share_work& w) {
         if (!share.model.draft.layers) fail(KD_E_STATE, "there is no drafter: give its config");
         if (w.rows == w.streams)
             fail(KD_E_STATE, "%d rows of %d streams: there is nothing to draft for, give more rows", w.rows, w.streams);
@@ -127,7 +127,7 @@ struct kd_rank {
 
     // after(counts, tokens) of each round
     template <class F>
-    void rounds(const kd_rank_work& w, int n, F&& after) {
+    void rounds(const kd_share_work& w, int n, F&& after) {
         if (w.rows > w.streams && !share.model.draft.layers)
             fail(KD_E_STATE, "%d rows of %d streams, and there is no drafter to make trees: give its config", w.rows,
                  w.streams);
@@ -248,7 +248,7 @@ std::string stages_of(const Stages& stages, int room, const Model& model) {
 
 extern "C" {
 
-int32_t kd_rank_account(const kd_rank_options* o, char* json, uint64_t capacity) {
+int32_t kd_share_account(const kd_share_options* o, char* json, uint64_t capacity) {
     return guarded([&] {
         Team team({1, o->threads});
         device::bind(device::context(team.group(), 0));
@@ -257,13 +257,13 @@ int32_t kd_rank_account(const kd_rank_options* o, char* json, uint64_t capacity)
     });
 }
 
-int32_t kd_rank_open(kd_rank** rank, const kd_rank_options* o) {
-    return guarded([&] { *rank = new kd_rank(*o); });
+int32_t kd_share_open(kd_share** rank, const kd_share_options* o) {
+    return guarded([&] { *rank = new kd_share(*o); });
 }
 
-void kd_rank_close(kd_rank* rank) { delete rank; }
+void kd_share_close(kd_share* rank) { delete rank; }
 
-int32_t kd_rank_info(kd_rank* r, char* json, uint64_t capacity) {
+int32_t kd_share_info(kd_share* r, char* json, uint64_t capacity) {
     return guarded([&] {
         r->bind();
         const Shape& s = r->share.model.shape;
@@ -287,7 +287,7 @@ int32_t kd_rank_info(kd_rank* r, char* json, uint64_t capacity) {
     });
 }
 
-int32_t kd_rank_bias(kd_rank* r, const float* bias) {
+int32_t kd_share_bias(kd_share* r, const float* bias) {
     return guarded([&] {
         r->bind();
         const auto experts = size_t(r->share.model.shape.experts);
@@ -300,7 +300,7 @@ int32_t kd_rank_bias(kd_rank* r, const float* bias) {
     });
 }
 
-int32_t kd_rank_sent(kd_rank* r, const kd_rank_work* w, int32_t* expert) {
+int32_t kd_share_sent(kd_share* r, const kd_share_work* w, int32_t* expert) {
     return guarded([&] {
         r->seat(*w);
         std::vector<std::vector<int32_t>> sent;
@@ -319,7 +319,7 @@ int32_t kd_rank_sent(kd_rank* r, const kd_rank_work* w, int32_t* expert) {
     });
 }
 
-int32_t kd_rank_verify(kd_rank* r, const kd_rank_work* w, int32_t plays, double* us) {
+int32_t kd_share_verify(kd_share* r, const kd_share_work* w, int32_t plays, double* us) {
     return guarded([&] {
         r->seat(*w);
         for (int i = -kWarm; i < plays; i++) {
@@ -329,7 +329,7 @@ int32_t kd_rank_verify(kd_rank* r, const kd_rank_work* w, int32_t plays, double*
     });
 }
 
-int32_t kd_rank_draft(kd_rank* r, const kd_rank_work* w, int32_t plays, double* context_us, double* draft_us) {
+int32_t kd_share_draft(kd_share* r, const kd_share_work* w, int32_t plays, double* context_us, double* draft_us) {
     return guarded([&] {
         r->seat(*w);
         for (int i = -kWarm; i < plays; i++) {
@@ -341,7 +341,8 @@ int32_t kd_rank_draft(kd_rank* r, const kd_rank_work* w, int32_t plays, double* 
     });
 }
 
-int32_t kd_rank_rounds(kd_rank* r, const kd_rank_work* w, int32_t rounds, double* us, double* gap_us, int32_t* tokens) {
+int32_t kd_share_rounds(kd_share* r, const kd_share_work* w, int32_t rounds, double* us, double* gap_us,
+                        int32_t* tokens) {
     return guarded([&] {
         // Twice, so that what is measured has been recorded: a run of one round is another recording than a longer one's.
         for (int i = 0; i < kWarm; i++) {
@@ -357,19 +358,19 @@ int32_t kd_rank_rounds(kd_rank* r, const kd_rank_work* w, int32_t rounds, double
     });
 }
 
-int32_t kd_rank_stages(kd_rank* r, const kd_rank_work* w, int32_t what, int32_t plays, int32_t room, char* json,
-                       uint64_t capacity) {
+int32_t kd_share_stages(kd_share* r, const kd_share_work* w, int32_t what, int32_t plays, int32_t room, char* json,
+                        uint64_t capacity) {
     return guarded([&] {
         r->seat(*w);
         Stages stages(room);
         stages.watch();
-        if (what == KD_RANK_ROUND) {
+        if (what == KD_SHARE_ROUND) {
             for (int i = 0; i < kWarm; i++) r->rounds(*w, 2, [](int, const StepCounts&, int) {});
             r->seat(*w);
             r->rounds(*w, plays, [](int, const StepCounts&, int) {});
         }
-        for (int i = -kWarm; what != KD_RANK_ROUND && i < plays; i++) {
-            if (what == KD_RANK_VERIFY)
+        for (int i = -kWarm; what != KD_SHARE_ROUND && i < plays; i++) {
+            if (what == KD_SHARE_VERIFY)
                 r->verify(r->room(*w));
             else
                 r->draft(*w);
@@ -378,7 +379,7 @@ int32_t kd_rank_stages(kd_rank* r, const kd_rank_work* w, int32_t what, int32_t 
     });
 }
 
-int32_t kd_rank_stamps(kd_rank* r, int32_t n, double* ns) {
+int32_t kd_share_stamps(kd_share* r, int32_t n, double* ns) {
     return guarded([&] {
         r->bind();
         const Dev<uint64_t> stamps = device::alloc_array<uint64_t>(size_t(n) + 2);
@@ -394,8 +395,8 @@ int32_t kd_rank_stamps(kd_rank* r, int32_t n, double* ns) {
     });
 }
 
-int32_t kd_rank_record(const char* folder, const int32_t* token, int32_t n, int64_t* counts, int32_t layers,
-                       int32_t experts) {
+int32_t kd_share_record(const char* folder, const int32_t* token, int32_t n, int64_t* counts, int32_t layers,
+                        int32_t experts) {
     return guarded([&] {
         constexpr int kChunk = 256;
         Team team({1, 0});

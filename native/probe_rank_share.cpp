@@ -96,7 +96,7 @@ struct Parsed {
     DraftShape draft_shape;
 };
 
-Parsed parse(const kd_rank_options& o) {
+Parsed parse(const kd_share_options& o) {
     Parsed p;
     p.config = model::parse_config(o.config, "the config");
     p.shape = model::rank_shape(p.config.shape, o.tp, 0);
@@ -119,11 +119,11 @@ Slabs lay_out(Model& m, uint64_t& expert_bytes, uint64_t& target_bytes, model::L
     return slabs;
 }
 
-int pages_of_stream(const kd_rank_options& o) {
+int pages_of_stream(const kd_share_options& o) {
     return (o.context + kDrift + o.nodes + KD_PAGE_TOKENS) / KD_PAGE_TOKENS;
 }
 
-void check(const kd_rank_options& o, const Shape& s) {
+void check(const kd_share_options& o, const Shape& s) {
     if (o.streams < 1 || o.streams > KD_MAX_STREAMS)
         fail(KD_E_INVALID, "%d streams: give 1 .. %d", o.streams, KD_MAX_STREAMS);
     if (o.nodes < 0 || o.nodes > KD_MAX_NODES)
@@ -150,7 +150,7 @@ void fill_rope(uint8_t* memory, const model::RopeSlabs& slabs, const model::Rota
 
 }  // namespace
 
-Account Share::account(const kd_rank_options& o) {
+Account Share::account(const kd_share_options& o) {
     const Parsed p = parse(o);
     check(o, p.shape);
     Account a;
@@ -166,7 +166,7 @@ Account Share::account(const kd_rank_options& o) {
     return a;
 }
 
-Share::Share(const kd_rank_options& o) : taken(account(o)) {
+Share::Share(const kd_share_options& o) : taken(account(o)) {
     const auto mib = [](uint64_t bytes) { return static_cast<unsigned long long>(bytes >> 20); };
     if (taken.shard + taken.kv > taken.left)
         fail(KD_E_NOMEM,

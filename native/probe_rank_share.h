@@ -53,12 +53,12 @@ class Patterns {
 // Of the bound rank. What a share holds of each thing is taken for all there is: its own vocabulary, heads and experts.
 class Share {
   public:
-    explicit Share(const kd_rank_options& options);
+    explicit Share(const kd_share_options& options);
     ~Share();
     Share(const Share&) = delete;
     Share& operator=(const Share&) = delete;
 
-    static Account account(const kd_rank_options& options);
+    static Account account(const kd_share_options& options);
 
     Model model;
     Limits limits;
