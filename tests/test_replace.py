@@ -217,23 +217,6 @@ def test_replacing_again_and_again_under_load(engine, folders, expected):
     assert len(generations) > 3
 
 
-def test_phases_add_up_to_the_wall(library, nano):
-    missing = []
-    with Engine(threads=1, library=library) as engine:
-        for _ in range(6):
-            began = time.monotonic()
-            engine.load(nano)
-            wall_us = (time.monotonic() - began) * 1e6
-            now = engine.load_progress()
-            assert now["phase"] == "done" and set(now["phases"]) >= {"text", "read", "prepare"}
-            assert abs(sum(now["phases"].values()) - now["elapsed_us"]) <= 5
-            assert now["elapsed_us"] <= wall_us
-            missing.append(wall_us - now["elapsed_us"] - 0.02 * wall_us)
-            engine.unload()
-            assert engine.load_progress()["elapsed_us"] == now["elapsed_us"]  # the clock has stopped
-    assert min(missing) < 10_000, missing  # beyond 2 %: waking this thread, which a busy machine may do late
-
-
 def test_cancelling_gives_the_memory_back_within_a_quarter_of_a_second(library, tmp_path):
     import psutil
 
