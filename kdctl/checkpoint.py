@@ -263,7 +263,8 @@ def verify_checkpoint(
             if not no_hashes
             else ""
         )
-        click.echo(f"{text}: {found['files']} files, {bytes_text(found['bytes'])}{how}")
+        files = f"{found['files']} file{'s' * (found['files'] != 1)}"
+        click.echo(f"{text}: {files}, {bytes_text(found['bytes'])}{how}")
         if not (no_hashes or number or found["compared"]):
             click.echo("There was nothing to compare the bytes with: no golden.json, kd-hashes.json or download cache.")
         for name in found["written"]:

@@ -354,6 +354,7 @@ def test_one_sentence_for_however_many_tensors(capsys, published):
 
 
 def test_an_empty_shard(capsys, published, library):
+    checkpoint.verify(published, write=True)  # told once, not by its hash again
     (published / TWO).write_bytes(b"")
     (one,) = faults(capsys, published)
     assert (one["file"], one["offset"], one["what"]) == (TWO, 0, "the file is empty: fetch it again")
@@ -457,6 +458,11 @@ def test_a_conversion_that_runs_is_left_alone(capsys, published, tmp_path):
     ((code, error),) = tried
     assert (code, error["name"]) == (6, "KD_E_BUSY") and "another conversion" in error["message"]
     assert checkpoint.verify(out)["faults"] == []
+
+
+def test_a_place_where_no_folder_can_be(capsys, published):
+    code, error = kdctl(capsys, "convert", published, "/proc/out")
+    assert (code, error["name"]) == (1, "KD_E_IO") and "/proc/out: cannot be made" in error["message"]
 
 
 def test_what_is_not_ours_is_not_removed(capsys, published, tmp_path):

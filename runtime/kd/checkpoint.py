@@ -150,6 +150,7 @@ class _Place:
     folder: Path
     weights: list[_Job] = field(default_factory=list)
     sides: list[_Job] = field(default_factory=list)
+    bad: set[str] = field(default_factory=set)  # weights that cannot be read: told, and not compared
 
     def read(self, follow_links: bool, faults: list[Fault]) -> None:
         """Looks at everything but the bytes of the weights."""
@@ -166,6 +167,7 @@ class _Place:
             self._read_published(follow_links, faults)
         for job in self.weights:
             job.expected = expected.pop(job.name.removeprefix(self.prefix), None)
+        expected = {name: pieces for name, pieces in expected.items() if name not in self.bad}
         names = [
             *expected,
             *(n for n in (*SIDE_FILES, GOLDEN, INDEX) if present(self.folder / n) and n not in expected),
@@ -178,8 +180,10 @@ class _Place:
                 faults.append(Fault(self.prefix + name, "", -1, why(error)))
 
     def _header(self, file: str, follow_links: bool, faults: list[Fault]) -> _Job | None:
+        self.bad.add(file)
         try:
             header = read_header(self.folder / file, follow_links)
+            self.bad.remove(file)
             return _Job(self.prefix + file, follow(self.folder / file, follow_links), header)
         except FileNotFoundError:
             faults.append(Fault(self.prefix + file, "", -1, "is missing: fetch it again"))

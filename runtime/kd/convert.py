@@ -86,7 +86,13 @@ def _room_for(out: Path) -> Iterator[Path]:
             raise failure("KD_E_EXISTS", f"{out} is there: give the name of a folder to be made")
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
-            partial.mkdir(mode=0o700, exist_ok=True)
+            if not present(partial):
+                partial.mkdir(mode=0o700)
+        except FileExistsError:
+            pass  # just now
+        except OSError as error:
+            raise failure("KD_E_IO", f"{out}: cannot be made ({error.strerror}); give another place") from None
+        try:
             about = partial.lstat()
             if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
                 raise failure("KD_E_IO", f"{partial} is in the way, and no folder of this user's: remove it")
@@ -94,7 +100,9 @@ def _room_for(out: Path) -> Iterator[Path]:
         except FileNotFoundError:  # another conversion has just ended
             continue
         except OSError as error:
-            raise failure("KD_E_IO", f"{out}: cannot be made ({error.strerror}); give another place") from None
+            raise failure(
+                "KD_E_IO", f"{partial / LOCK}: cannot be opened ({error.strerror}); remove the folder"
+            ) from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
