@@ -19,6 +19,8 @@ struct Options {
     int isa = KD_ISA_AUTO;
     bool share_devices = false;         // more ranks than GPUs; the CPU twin shares its cores anyway
     kd_rank_record* records = nullptr;  // [tp] to note meetings in, or none
+    // How ranks meet: the bits do not depend on it. A backend's own word; null: its choice. KD_E_INVALID for what it has not.
+    const char* transport = nullptr;
 };
 
 class Context;  // one rank's
@@ -83,7 +85,7 @@ void* alloc_shared(size_t bytes);
 void release_shared(void* p);
 
 // Rounds that may follow one another before the host can see the first: 1 where the host is the device.
-int rounds_at_once();
+int rounds_at_once(const Group& group);
 
 // Run `body`, a round that ends with ops::end_round, again for as long as that says so; recorded like a replay(). It may return
 // before the work is done: end_round tells.

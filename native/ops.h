@@ -130,7 +130,7 @@ void plan_verify(const View& v, Dev<int32_t> counts, const Trees& trees, const N
 // The tokens the target chose along the kept paths, to the streams: start and root move on, left falls; a stream is given nothing
 // after one of its stops. Then the round has ended: it is told where `streams.run` says, and whether another follows: if
 // fewer than run.allowed and kRunRounds have ended, some stream may still be given tokens, it is not too late, and what runs
-// here is a loop (device::loop).
+// here is a loop (device::loop). Of several ranks the first decides for all, which thus run the same rounds. [collective in a loop]
 void end_round(const Emitted& out, const Streams& streams, const Trees& trees, const Accepted& kept,
                const Choice& choice);
 

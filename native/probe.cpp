@@ -134,6 +134,22 @@ int32_t kd_probe_add_norm(const kd_probe_device* d, float* h, float* x, const fl
     });
 }
 
+int32_t kd_probe_add_norms(const kd_probe_device* d, float* h, float* x, const float* y, const float* w,
+                           const int32_t* counts, int32_t times, int32_t n_rows, int32_t width, float eps) {
+    return run("add_norms", d, [&](Rig& rig) {
+        const size_t n = static_cast<size_t>(n_rows) * width;
+        const Rows to = rig.out(h, n_rows, width);
+        const Dev<float> sum = rig.inout(x, n);
+        const Vec norm = rig.in_const(w, width);
+        const Dev<int32_t> rows = rig.in(counts, times);
+        std::vector<Rows> parts;
+        for (int t = 0; t < times; t++)
+            parts.push_back(rig.in(y + (static_cast<size_t>(rig.rank) * times + t) * n, n_rows, width));
+        for (int t = 0; t < times; t++)
+            ops::add_norm(to, sum, parts[t], norm, device::known({n_rows, rows + t}), width, eps);
+    });
+}
+
 int32_t kd_probe_keep_tap(const kd_probe_device* d, float* tap, const float* x, int32_t n_rows, int32_t width) {
     return run("keep_tap", d, [&](Rig& rig) {
         ops::keep_tap(rig.out(tap, n_rows, width), rig.in(x, static_cast<size_t>(n_rows) * width), rig.count(n_rows),

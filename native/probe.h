@@ -23,6 +23,7 @@ typedef struct kd_probe_device {
     int32_t tp, threads, isa;
     int32_t aligned; /* rows at multiples of 16 bytes, else nowhere in particular */
     int32_t more;    /* 0: numbers of rows and streams are given; else they are data, and there could be so many more */
+    const char* transport; /* how ranks meet, as in device.h, or NULL */
 } kd_probe_device;
 
 /* native/types.h Shape, in its order */
@@ -83,6 +84,9 @@ int32_t kd_probe_rms_norm(const kd_probe_device*, float* y, const float* x, cons
 /* y [tp][n_rows][width] */
 int32_t kd_probe_add_norm(const kd_probe_device*, float* h, float* x, const float* y, const float* w, int32_t n_rows,
                           int32_t width, float eps);
+/* `times` calls one after the other, of counts[t] rows of the n_rows each: y [tp][times][n_rows][width]; h is of the last. */
+int32_t kd_probe_add_norms(const kd_probe_device*, float* h, float* x, const float* y, const float* w,
+                           const int32_t* counts, int32_t times, int32_t n_rows, int32_t width, float eps);
 int32_t kd_probe_keep_tap(const kd_probe_device*, float* tap, const float* x, int32_t n_rows, int32_t width);
 int32_t kd_probe_linear(const kd_probe_device*, float* y, const float* x, const uint16_t* w, int32_t n_rows, int32_t n,
                         int32_t k);

@@ -28,7 +28,7 @@ int32_t kd_bench_read(const kd_bench* b, double* us, int64_t bytes) {
 }
 
 int32_t kd_bench_download(const kd_bench* b, double* us, int64_t bytes) {
-    const kd_probe_device where{1, b->threads, KD_ISA_AUTO, 1, 0};
+    const kd_probe_device where{1, b->threads, KD_ISA_AUTO, 1, 0, nullptr};
     return probe::run("download", &where, [&](probe::Rig&) {
         Room room(*b);
         const Dev<char> p = room.empty<char>(static_cast<size_t>(bytes));
@@ -43,7 +43,7 @@ int32_t kd_bench_download(const kd_bench* b, double* us, int64_t bytes) {
 }
 
 int32_t kd_bench_upload(const kd_bench* b, double* us, int64_t bytes) {
-    const kd_probe_device where{1, b->threads, KD_ISA_AUTO, 1, 0};
+    const kd_probe_device where{1, b->threads, KD_ISA_AUTO, 1, 0, nullptr};
     return probe::run("upload", &where, [&](probe::Rig&) {
         Room room(*b);
         const Dev<char> p = room.empty<char>(static_cast<size_t>(bytes));

@@ -3,7 +3,7 @@
  * Each function makes its arrays once, records `calls` calls in one replay (device.h), plays that twice unmeasured and then
  * `plays` times: us[i] is the time of one call in play i, as the device sees it. Successive calls take turns with as many copies
  * of what they read as `rotate_bytes` holds, so that copies together larger than a cache come from memory; 0: one copy. On one
- * rank. A kd_status; kd_probe_error() has the sentence. Python's cffi reads what is between the markers. */
+ * rank, but for all_reduce. A kd_status; kd_probe_error() has the sentence. Python's cffi reads what is between the markers. */
 #ifndef KD_PROBE_BENCH_H
 #define KD_PROBE_BENCH_H
 
@@ -33,6 +33,10 @@ int32_t kd_bench_upload(const kd_bench*, double* us, int64_t bytes);
 int32_t kd_bench_linear(const kd_bench*, double* us, int32_t rows, int32_t n, int32_t k, int32_t logits);
 int32_t kd_bench_rms_norm(const kd_bench*, double* us, int32_t rows, int32_t width);
 int32_t kd_bench_add_norm(const kd_bench*, double* us, int32_t rows, int32_t width);
+/* add_norm among `tp` ranks that meet by `transport`, as rank 0 sees it. way 0: as the model does it. 1: NCCL's all-reduce, then a kernel
+ * that adds and norms. 2 and 3: the traffic of eight ranks between two, in one shot and in two. */
+int32_t kd_bench_all_reduce(const kd_bench*, double* us, int32_t tp, const char* transport, int32_t way, int32_t rows,
+                            int32_t width);
 int32_t kd_bench_swiglu(const kd_bench*, double* us, int32_t rows, int32_t width);
 
 /* bf16: the router's weights are values of bf16, as in checkpoints. */

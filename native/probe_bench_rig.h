@@ -120,7 +120,7 @@ using Body = std::function<void(int turn)>;
 // prepare(room) makes the arrays and returns the call that is measured.
 template <class F>
 int32_t measure(const char* name, const kd_bench* b, double* us, F&& prepare) {
-    const kd_probe_device where{1, b->threads, KD_ISA_AUTO, 1, 0};
+    const kd_probe_device where{1, b->threads, KD_ISA_AUTO, 1, 0, nullptr};
     return run(name, &where, [&](Rig&) {
         static std::atomic<uint64_t> key{1};
         Room room(*b);

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <memory>
 
+#include "types.h"
+
 namespace kd::probe {
 
 // Time that work of the bound rank takes, as its device sees it.
@@ -31,5 +33,13 @@ void tile(void* to, size_t bytes, const void* pattern, size_t pattern_bytes);
 
 // Bytes that the bound rank's device could still give.
 uint64_t memory_left();
+
+// What ops::add_norm does among ranks, by the all-reduce that the device's vendor has, in y's own precision, and a kernel for the
+// rest. Rows are dense. Throws Error(KD_E_DEVICE) where there is none.
+void vendor_add_norm(Rows h, Dev<float> x, Rows y, Vec w, int rows, int width, float eps);
+
+// The bytes and flags that each of eight ranks exchanges with seven others, between two; the sums mean nothing. Throws
+// Error(KD_E_DEVICE) where ranks have no memory of their own.
+void add_norm_as_of_eight(Rows h, Dev<float> x, Rows y, Vec w, int rows, int width, float eps, bool two_shots);
 
 }  // namespace kd::probe

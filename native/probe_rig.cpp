@@ -14,8 +14,9 @@ thread_local std::string last_error;  // of kd_probe_error()
 std::mutex groups_mutex;
 
 // Groups live as long as the process: opening one starts threads. Never destroyed, so that exit waits for nobody.
-std::map<std::tuple<int, int, int>, std::shared_ptr<device::Group>>& groups() {
-    static auto* all = new std::map<std::tuple<int, int, int>, std::shared_ptr<device::Group>>;
+using Groups = std::map<std::tuple<int, int, int, std::string>, std::shared_ptr<device::Group>>;
+Groups& groups() {
+    static auto* all = new Groups;
     return *all;
 }
 
@@ -155,12 +156,12 @@ void Rig::finish(const char* name) {
 }
 
 int32_t run(const char* name, const kd_probe_device* d, const std::function<void(Rig&)>& body) try {
-    const std::tuple key{d->tp, d->threads, d->isa};
+    const std::tuple key{d->tp, d->threads, d->isa, std::string(d->transport ? d->transport : "")};
     std::shared_ptr<device::Group> group;
     {
         std::lock_guard lock(groups_mutex);
         auto& known = groups()[key];
-        if (!known) known = device::open_group({d->tp, d->threads, d->isa, true});
+        if (!known) known = device::open_group({d->tp, d->threads, d->isa, true, nullptr, d->transport});
         group = known;
     }
 

@@ -359,7 +359,7 @@ Stage::Stage(Team& team, std::vector<std::unique_ptr<Rank>> all, int max_rows)
       ranks(std::move(all)),
       max_rows(max_rows),
       view(ranks[0]->limits),
-      rounds_at_once(team.size() == 1 ? device::rounds_at_once() : 1) {
+      rounds_at_once(device::rounds_at_once(team.group())) {
     const Limits& l = ranks[0]->limits;
     const size_t table = size_t(l.streams) * draft_depth(model()) * l.tree_width;
     table_token.resize(table);

@@ -80,7 +80,7 @@ struct Stage {
 
     // What the ranks are told of a batch (RoundIn), the pages of its sequences, and nodes of its trees.
     std::vector<int32_t> round_in, page_table, nodes;
-    int rounds_at_once;          // device::rounds_at_once(), or 1 where the host brings the ranks together
+    int rounds_at_once;          // device::rounds_at_once()
     uint64_t last_ended_ns = 0;  // the round before, if nothing has come between; see StepCounts
 
     // What came back of a prompt.

@@ -3,6 +3,8 @@
 On CUDA an activation is bf16: what an operation is given is rounded to that before the specification sees it, and what it
 gives back is rounded once, so its bounds are wider. Everything about bits is as on the CPU."""
 
+import ctypes
+
 import numpy as np
 import ref
 from ref import base
@@ -93,6 +95,14 @@ def bounds(name: str) -> dict:
     if DEVICE == "cpu" or name in SAME_BOUNDS:
         return ref.OPS[name].tolerance
     return OTHER.get(name, BOUNDS)
+
+
+def gpus() -> int:
+    """GPUs of this machine."""
+    count = ctypes.c_int()
+    cuda = ctypes.CDLL("libcuda.so.1")
+    assert cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0
+    return count.value
 
 
 def share_devices() -> None:

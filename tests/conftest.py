@@ -38,6 +38,8 @@ def pytest_configure(config):
     backend.DEVICE = config.getoption("--device")
     if backend.DEVICE == "cuda":
         backend.share_devices()
+        # Ranks that share a GPU: a kernel that waits for another rank's would keep that one from being loaded.
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 
 def pytest_collection_modifyitems(config, items):

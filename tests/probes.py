@@ -31,6 +31,7 @@ class Device(NamedTuple):
     threads: int = 1  # of each rank
     tp: int = 1
     more: int = 0  # numbers of rows and streams are data, and there could be so many more
+    transport: str = ""  # of the ranks; empty: the twin's choice
 
 
 class ProbeError(Exception):
@@ -52,7 +53,10 @@ class Probes:
 
     def _run(self, name, device, *args):
         isa, aligned = ISAS[device.isa]
-        where = self.ffi.new("kd_probe_device *", [device.tp, device.threads * device.tp, isa, aligned, device.more])
+        transport = self.ffi.new("char[]", device.transport.encode()) if device.transport else self.ffi.NULL
+        where = self.ffi.new(
+            "kd_probe_device *", [device.tp, device.threads * device.tp, isa, aligned, device.more, transport]
+        )
         if getattr(self.lib, f"kd_probe_{name}")(where, *args) != 0:
             raise ProbeError(self.ffi.string(self.lib.kd_probe_error()).decode())
 
@@ -135,6 +139,13 @@ class Probes:
     def add_norm(self, device, x, y, w, eps):
         h, x = floats(*x.shape), owned(x)
         self._run("add_norm", device._replace(tp=len(y)), self._f(h), self._f(x), self._f(y), self._f(w), *x.shape, eps)
+        return h, x
+
+    def add_norms(self, device, x, y, w, counts, eps):
+        """Calls of add_norm one after the other, y [ranks][calls][n][width], counts [calls] of rows."""
+        h, x = floats(*x.shape), owned(x)
+        self._run("add_norms", device._replace(tp=len(y)), self._f(h), self._f(x), self._f(y), self._f(w), self._i(counts),
+                  len(counts), *x.shape, eps)  # fmt: skip
         return h, x
 
     def keep_tap(self, device, x):

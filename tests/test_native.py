@@ -200,3 +200,20 @@ def test_last_error_is_of_this_thread(kd):
         kd.check(kd.lib.kd_drain(ffi.NULL, 1))
     assert (error.value.code, error.value.name, error.value.message) == (E["KD_E_INVALID"], "KD_E_INVALID", mine)
     assert kd.check(5) == 5
+
+
+def test_the_nccl_of_a_wheel_is_found_by_name(tmp_path):
+    folder = tmp_path / "nvidia" / "nccl" / "lib"
+    folder.mkdir(parents=True)
+    (tmp_path / "nvidia" / "nccl" / "__init__.py").touch()
+    (tmp_path / "n.c").write_text("int ncclAnything(void) { return 7; }\n")
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2", "-o", folder / "libnccl.so.2", tmp_path / "n.c"],
+        check=True,
+    )
+    program = "import ctypes, kd.native as n; n.find_nccl(); print(ctypes.CDLL('libnccl.so.2').ncclAnything())"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+    )  # fmt: skip
+    assert done.stdout.strip() == "7", done.stderr

@@ -4,6 +4,7 @@ it sees of single rounds: the same tokens, the same events, its credit, its stop
 import ctypes
 import random
 
+import backend
 import exact
 import pytest
 from exact import SAMPLINGS, Ask, Job
@@ -20,9 +21,13 @@ def probe(test_library):
     return ctypes.CDLL(str(test_library))
 
 
-@pytest.fixture(scope="module")
-def engine(test_library, small3):
-    with kd.Engine(small3, library=test_library, threads=2, max_nodes=64) as opened:
+# Ranks that share a GPU meet on the host, which makes no runs.
+RANKS = [1, 2] if backend.DEVICE == "cpu" or backend.gpus() > 1 else [1]
+
+
+@pytest.fixture(scope="module", params=RANKS, ids=lambda tp: f"tp{tp}")
+def engine(request, test_library, small3):
+    with kd.Engine(small3, library=test_library, tp=request.param, threads=2, max_nodes=64) as opened:
         yield opened
 
 

@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstring>
 #include <string>
+#include <string_view>
 
 #include "device_context.h"
 #include "error.h"
@@ -75,6 +76,8 @@ Group::Group(const Options& options) : meeting(options.records) {
         fail(KD_E_INVALID, "tp is %d: give 1 .. %d ranks", options.tp, KD_MAX_TP);
     if (options.threads < 0 || options.threads > 4096)
         fail(KD_E_INVALID, "threads is %d: give 1 .. 4096, or 0 for every core this process may use", options.threads);
+    if (options.transport && std::string_view(options.transport) != "memory")
+        fail(KD_E_INVALID, "ranks on the CPU meet in memory and not by %s: give transport memory", options.transport);
     if (options.isa < KD_ISA_AUTO || options.isa > KD_ISA_AVX512)
         fail(KD_E_INVALID, "isa is %d: give one of KD_ISA_*", options.isa);
     tp = options.tp;
@@ -177,7 +180,7 @@ void forget() {}
 void* alloc_shared(size_t bytes) { return alloc(bytes); }
 void release_shared(void* p) { release(p); }
 
-int rounds_at_once() { return 1; }
+int rounds_at_once(const Group&) { return 1; }
 
 void loop(uint64_t key, const std::function<void()>& body) {
     Context& c = cpu::bound();

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "comm.h"
 #include "device_context.h"
 #include "error.h"
 #include "ops.h"
@@ -169,8 +170,11 @@ void end_round(const Emitted& out, const Streams& streams, const Trees& trees, c
     marks[1] = 0;
     const int ended = static_cast<int>(round) + 1;
     bool& looping = bound().looping;
+    const bool in_loop = looping;
     looping = looping && more && ended < kRunRounds && ended < *raw(run.allowed) &&
               (run.most_ns == 0 || now - marks[0] < run.most_ns);
+    // `allowed` and the time may look otherwise to another rank: rank 0's view is everybody's.
+    if (in_loop && cpu::tp() > 1) looping = *static_cast<const bool*>(cpu::share(&looping, sizeof looping).of_rank[0]);
     *raw(run.ended) = ended + (looping ? 0 : kRunOver);
 }
 

@@ -47,4 +47,13 @@ void tile(void* to, size_t bytes, const void* pattern, size_t pattern_bytes) {
 
 uint64_t memory_left() { return device::memory_free(); }
 
+void vendor_add_norm(Rows, Dev<float>, Rows, Vec, int, int, float) {
+    fail(KD_E_DEVICE, "nobody sells an all-reduce for threads: measure this on device cuda");
+}
+
+void add_norm_as_of_eight(Rows, Dev<float>, Rows, Vec, int, int, float, bool) {
+    fail(KD_E_DEVICE,
+         "ranks on the CPU share one memory, so there is no traffic to imitate: measure this on device cuda");
+}
+
 }  // namespace kd::probe

@@ -1,12 +1,17 @@
-// Collectives among the rank threads of one process, through memory that every rank's GPU can read.
+// Collectives among the rank threads of one process. Ranks only show memory to one another: the arithmetic of a collective is
+// its op's and the same whatever the transport, which is chosen once a group:
 //
-// A rank fills a buffer of its own, alternating between two, records that on its stream and meets the others on the host;
-// then its stream waits for theirs and reads their buffers. The arithmetic of a collective is its op's: ranks only show
-// memory to one another. A buffer is filled again only by work that waits for the meeting after the one that read it.
+//   host    a rank fills a buffer, records that on its stream and meets the others on the host; then its stream waits for
+//           theirs. Right anywhere where one GPU can read the other's memory, but a step cannot be recorded.
+//   peers   kernels meet in one another's memory (peers.h): what is shown is read once by every rank (one shot), or each rank
+//           adds a part up and shows the sums (two shots).
+//   nccl    where GPUs cannot read one another's memory: NCCL moves the bytes. Not recorded.
 #pragma once
 
 #include <cstddef>
 
+#include "device_context.h"
+#include "peers.h"
 #include "types.h"
 
 namespace kd::cuda {
@@ -23,5 +28,17 @@ struct Shared {
     const void* of_rank[KD_MAX_TP];
 };
 Shared share_filled(size_t bytes);
+
+// The argument of kernels that meet as peers, each showing at most `bytes`. [collective when it grows]
+Peers peers(size_t bytes);
+// Blocks of such a kernel that may wait at once.
+int most_waiting();
+// Rows from which an all-reduce takes two shots.
+int two_shots_from();
+
+Transport transport();
+// With nccl; as in nccl.h. [collective]
+void all_to_all(void* mine, const void* parts, size_t bytes);
+void all_gather(void* all, const void* mine, size_t bytes);
 
 }  // namespace kd::cuda

@@ -1,11 +1,14 @@
 #include "device.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 
+#include "comm.h"
 #include "device_context.h"
 #include "error.h"
 #include "launch.h"
@@ -90,6 +93,7 @@ Context::Context(Group& group, int rank, int device) : group(group), rank(rank),
     cuda::check(cudaSetDevice(device), "cudaSetDevice");
     cuda::check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
     cuda::check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
+    overlaps = major >= 9;
     cuda::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
     for (cudaEvent_t& e : filled) cuda::check(cudaEventCreateWithFlags(&e, cudaEventDisableTiming), "cudaEventCreate");
 }
@@ -99,6 +103,7 @@ Context::~Context() {
     cudaStreamSynchronize(stream);
     forget();
     for (cudaEvent_t e : filled) cudaEventDestroy(e);
+    cudaFree(box);
     cudaStreamDestroy(stream);
 }
 
@@ -128,12 +133,28 @@ Group::Group(const Options& options) : tp(options.tp), meeting(options.records) 
                  name.c_str(), d, found.c_str());
         name = found;
     }
-    for (int d = 0; d < used; d++) {
+    for (int r = 0; r < tp; r++) contexts.push_back(std::make_unique<Context>(*this, r, r % devices));
+    choose_transport(options.transport, used);
+}
+
+Group::~Group() {
+    contexts.clear();  // their streams may still read what follows
+    if (word) cudaFreeHost(word);
+}
+
+namespace {
+
+// Whether each of the first `used` GPUs can read the memory of every other one, which they are then told to allow.
+bool open_peers(int used) {
+    for (int d = 0; d < used; d++)
+        for (int peer = 0; peer < used; peer++) {
+            int can = 1;
+            if (peer != d) cuda::check(cudaDeviceCanAccessPeer(&can, d, peer), "cudaDeviceCanAccessPeer");
+            if (!can) return false;
+        }
+    for (int d = 0; d < used; d++)
         for (int peer = 0; peer < used; peer++) {
             if (peer == d) continue;
-            int can = 0;
-            cuda::check(cudaDeviceCanAccessPeer(&can, d, peer), "cudaDeviceCanAccessPeer");
-            if (!can) fail(KD_E_DEVICE, "GPUs %d and %d cannot read each other's memory: use tp 1", d, peer);
             cuda::check(cudaSetDevice(d), "cudaSetDevice");
             const cudaError_t status = cudaDeviceEnablePeerAccess(peer, 0);
             if (status == cudaErrorPeerAccessAlreadyEnabled)
@@ -141,8 +162,59 @@ Group::Group(const Options& options) : tp(options.tp), meeting(options.records) 
             else
                 cuda::check(status, "cudaDeviceEnablePeerAccess");
         }
+    return true;
+}
+
+}  // namespace
+
+void Group::choose_transport(const char* wanted, int used) {
+    using cuda::Transport;
+    if (tp == 1) return;
+    const std::string_view name = wanted ? wanted : "";
+    const bool peers = name != "nccl" && open_peers(used), shared = used < tp;
+    if (name == "host" || name == "one_shot" || name == "two_shots") {
+        if (!peers)
+            fail(KD_E_DEVICE, "transport %s needs GPUs that can read each other's memory: give nccl, or none", wanted);
+        transport = name == "host" ? Transport::host : Transport::peers;
+    } else if (name == "nccl") {
+        transport = Transport::nccl;
+    } else if (wanted) {
+        fail(KD_E_INVALID, "there is no transport %s: give host, one_shot, two_shots or nccl", wanted);
+    } else {
+        // Ranks that share a GPU are for tests: a kernel of one that waits could keep the other's from being loaded.
+        transport = !peers ? Transport::nccl : shared ? Transport::host : Transport::peers;
     }
-    for (int r = 0; r < tp; r++) contexts.push_back(std::make_unique<Context>(*this, r, r % devices));
+    if (transport == Transport::nccl) {
+        if (shared) fail(KD_E_DEVICE, "transport nccl needs a GPU for each of the %d ranks", tp);
+        std::vector<int> devices;
+        for (const auto& c : contexts) devices.push_back(c->device);
+        nccl = std::make_unique<cuda::Nccl>(devices);
+    }
+    if (transport != Transport::peers) return;
+    constexpr int kNever = 1 << 30;
+    // Two shots move fewer bytes only from four ranks on. 32 rows of 14 KB: where eight ranks' traffic was as fast either way.
+    two_shots_from = name == "one_shot" ? kNever : name == "two_shots" ? 0 : tp > 2 ? 32 : kNever;
+    const int ranks_a_device = (tp + used - 1) / used;
+    most_waiting = cuda::kMostBlocks;
+    for (const auto& c : contexts) {
+        most_waiting = std::min(most_waiting, c->processors / ranks_a_device);
+        if (shared) c->overlaps = false;  // kernels that are early may hold the places another rank's kernel needs
+    }
+    most_waiting = std::max(most_waiting, 1);
+    open_mailboxes();
+}
+
+void Group::open_mailboxes() {
+    void* p = nullptr;
+    cuda::check(cudaHostAlloc(&p, sizeof *word, cudaHostAllocPortable | cudaHostAllocMapped), "cudaHostAlloc");
+    word = new (p) cuda::Watchword{};
+    for (const auto& c : contexts) {
+        cuda::check(cudaSetDevice(c->device), "cudaSetDevice");
+        cuda::check(cudaMalloc(&p, sizeof(cuda::Mailbox)), "cudaMalloc");
+        c->box = static_cast<cuda::Mailbox*>(p);
+        cuda::check(cudaMemsetAsync(p, 0, sizeof(cuda::Mailbox), c->stream), "cudaMemset");
+        cuda::check(cudaStreamSynchronize(c->stream), "cudaMemset");
+    }
 }
 
 std::shared_ptr<Group> open_group(const Options& options) { return std::make_shared<Group>(options); }
@@ -157,7 +229,11 @@ void bind(Context* context) {
     if (context) cuda::check(cudaSetDevice(context->device), "cudaSetDevice");
 }
 
-void abort(Group& group) { group.meeting.abort(); }
+void abort(Group& group) {
+    group.meeting.abort();
+    if (group.word) std::atomic_ref(group.word->stop).store(1, std::memory_order_release);
+    if (group.nccl) group.nccl->abort();
+}
 
 const char* backend() { return "cuda"; }
 const char* weight_layout() { return "cuda tiles 1"; }
@@ -275,8 +351,8 @@ void run_body(Context& c, uint64_t key, const std::function<void()>& body) {
 // What has run once under a key is recorded the next time: the first run brings scratch memory to its size.
 void replay_or_loop(uint64_t key, const std::function<void()>& body, bool loop) {
     Context& c = cuda::bound();
-    // Ranks that meet on the host cannot be recorded.
-    if (c.group.tp > 1) return run_body(c, key, body);
+    // Ranks that meet on the host cannot be recorded, and NCCL is not.
+    if (c.group.tp > 1 && c.group.transport != cuda::Transport::peers) return run_body(c, key, body);
     const auto found = c.recorded.find(key);
     if (found == c.recorded.end()) {
         run_body(c, key, body);
@@ -297,7 +373,9 @@ void replay(uint64_t key, const std::function<void()>& body) { replay_or_loop(ke
 
 void loop(uint64_t key, const std::function<void()>& body) { replay_or_loop(key, body, true); }
 
-int rounds_at_once() { return kRunRounds; }
+int rounds_at_once(const Group& group) {
+    return group.tp == 1 || group.transport == cuda::Transport::peers ? kRunRounds : 1;
+}
 
 bool idle() {
     const cudaError_t status = cudaStreamQuery(cuda::bound().stream);
@@ -368,6 +446,12 @@ namespace kd::cuda {
 
 void check(cudaError_t status, const char* what) {
     if (status == cudaSuccess) return;
+    const Watchword* word = device::bound_context ? device::bound_context->group.word : nullptr;
+    if (word && word->told)
+        fail(KD_E_FATAL,
+             "rank %d has waited %d s in collective %u for rank %d, which did not come: close the engine and open it "
+             "again",
+             word->waiting, static_cast<int>(kMostWaitNs / 1'000'000'000), word->turn, word->absent);
     fail(KD_E_FATAL, "the GPU reported %s (%s) at %s: close the engine and open it again", cudaGetErrorName(status),
          cudaGetErrorString(status), what);
 }

@@ -11,8 +11,12 @@
 #include "device.h"
 #include "error.h"
 #include "meeting.h"
+#include "nccl.h"
 
 namespace kd::cuda {
+
+struct Mailbox;  // peers.h
+struct Watchword;
 
 // Throws Error(KD_E_FATAL) unless `status` is cudaSuccess; `what` names the kernel or call. Errors of kernels come late: the
 // sentence names where it was noticed.
@@ -31,8 +35,17 @@ class Scratch {
     size_t size_ = 0;
 };
 
+// Memory of one rank that the others know the place of: every rank asks for the same sizes in the same order.
+struct Region {
+    Scratch memory;
+    size_t bytes = 0;
+    void* of_rank[KD_MAX_TP] = {};
+};
+
+enum class Transport { host, peers, nccl };  // comm.h
+
 // One a use, so that two in one op never share. Ops follow one another on the rank's stream and may use the same.
-enum class Use { linear, moe_lists, moe_rows, moe_inter, moe_out, attention, vocab, count };
+enum class Use { linear, moe_lists, moe_rows, moe_inter, moe_out, attention, vocab, all_reduce, sums, count };
 
 }  // namespace kd::cuda
 
@@ -50,10 +63,14 @@ class Context {
     int major = 0;  // of the compute capability
     cudaStream_t stream = nullptr;
     cuda::Scratch scratch[static_cast<int>(cuda::Use::count)];
+    bool overlaps = false;  // kernels may start before the one before them has ended
     // comm.h
     cuda::Scratch shared[2];
     cudaEvent_t filled[2] = {};
-    uint32_t turn = 0;
+    uint32_t turn = 0, told = 0;
+    cuda::Scratch gathered[2];   // with nccl
+    cuda::Region shown[2], met;  // with peers: of ops that fill it themselves, in turn; of kernels that meet
+    cuda::Mailbox* box = nullptr;
     // replay(): a step's first run, by key, is not recorded; it brings scratch memory to its size.
     std::unordered_map<uint64_t, cudaGraphExec_t> recorded;
     bool recording = false;
@@ -66,6 +83,7 @@ class Context {
 class Group {
   public:
     explicit Group(const Options& options);
+    ~Group();
 
     int tp = 1;
     std::string name;  // "sm_90"
@@ -74,7 +92,16 @@ class Group {
         const void* p = nullptr;
         size_t bytes = 0;
     } given[2][KD_MAX_TP];
+    cuda::Transport transport = cuda::Transport::host;
+    int two_shots_from = 0;  // with peers: rows of an all-reduce from which two shots are taken
+    int most_waiting = 1;    // with peers: blocks of one rank that may wait for other ranks at once
+    cuda::Watchword* word = nullptr;
+    std::unique_ptr<cuda::Nccl> nccl;
     std::vector<std::unique_ptr<Context>> contexts;
+
+  private:
+    void choose_transport(const char* wanted, int devices_used);
+    void open_mailboxes();
 };
 
 }  // namespace kd::device

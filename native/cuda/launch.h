@@ -38,7 +38,7 @@ void launch_with(Launch how, dim3 grid, dim3 block, A&&... args) {
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
     cudaLaunchAttribute more[2] = {};
     cudaLaunchConfig_t config{grid, block, kDynamic, c.stream, more, 0};
-    if (how.early && c.major >= 9) {
+    if (how.early && c.overlaps) {
         more[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
         more[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
     }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "comm.h"
 #include "device_context.h"
 #include "launch.h"
 #include "mma.h"
@@ -238,8 +239,12 @@ __device__ int give(const EmittedPtr& out, size_t slot, int s, const StreamsPtr&
 
 // One block, a warp a stream, so that its last thread knows when all has been written.
 // Bytes: some 300 a stream over PCIe; what counts is one trip there and back for `allowed`, asked for first.
-__global__ void __launch_bounds__(kEndThreads) end_round_kernel(EmittedPtr out, StreamsPtr streams, KeptPtr kept,
-                                                                ChoicePtr choice, cudaGraphConditionalHandle loop) {
+// kPeers: ranks that loop side by side. `allowed` and the clock may look otherwise to each, so rank 0 decides whether a round
+// follows, and shows that where the ranks meet once more.
+template <bool kPeers>
+__global__ void __launch_bounds__(kEndThreads)
+    end_round_kernel(EmittedPtr out, StreamsPtr streams, KeptPtr kept, ChoicePtr choice,
+                     cudaGraphConditionalHandle loop, const __grid_constant__ Peers peers) {
     __shared__ int alive;
     follow_kernel_before();
     const int thread = static_cast<int>(threadIdx.x);
@@ -257,11 +262,19 @@ __global__ void __launch_bounds__(kEndThreads) end_round_kernel(EmittedPtr out, 
     if (thread % 32 == 0 && left) alive = 1;
     __threadfence_system();
     __syncthreads();
-    if (thread != 0) return;
+    if (!kPeers && thread != 0) return;
     const int ended = static_cast<int>(round) + 1;
     const uint64_t began = run.marks[1], now = now_ns();
-    const bool again = loop && alive && ended < kRunRounds && ended < allowed &&
-                       (run.most_ns == 0 || now - run.marks[0] < run.most_ns);
+    bool again = loop && alive && ended < kRunRounds && ended < allowed &&
+                 (run.most_ns == 0 || now - run.marks[0] < run.most_ns);
+    if constexpr (kPeers) {
+        const uint32_t turn = peers.next_turn();
+        if (thread == 0 && peers.rank == 0) peers.box[0]->again = again;
+        const bool here = meet(peers, 0, turn);
+        again = here && *static_cast<const volatile uint32_t*>(&peers.box[0]->again);
+        leave(peers, turn);
+        if (thread != 0) return;
+    }
     if (loop) cudaGraphSetConditional(loop, again);
     run.marks[1] = 0;
     run.marks[2] = round + 1;
@@ -299,9 +312,14 @@ void end_round(const Emitted& out, const Streams& streams, const Trees& trees, c
                const Choice& choice) {
     const EmittedPtr emitted{out.streams,      raw(out.n),     raw(out.token),       raw(out.hash),
                              raw(out.logprob), raw(out.nodes), raw(out.draft_start), raw(out.times)};
-    launch_as<end_round_kernel>(kEarly, 1, std::min(kEndThreads, 32 * streams.n.most), emitted, raw_streams(streams),
-                                KeptPtr{raw(trees.first_row), raw(kept.n), raw(kept.node)},
-                                ChoicePtr{raw(choice.token), raw(choice.hash), raw(choice.logprob)}, bound().loop);
+    const cudaGraphConditionalHandle loop = bound().loop;
+    const auto go = [&]<bool kPeers>(const Peers& peers) {
+        launch_as<end_round_kernel<kPeers>>(
+            kEarly, 1, std::min(kEndThreads, 32 * streams.n.most), emitted, raw_streams(streams),
+            KeptPtr{raw(trees.first_row), raw(kept.n), raw(kept.node)},
+            ChoicePtr{raw(choice.token), raw(choice.hash), raw(choice.logprob)}, loop, peers);
+    };
+    loop&& tp() > 1 ? go.operator()<true>(peers(0)) : go.operator()<false>({});
 }
 
 }  // namespace kd::ops

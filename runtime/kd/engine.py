@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kd import structs
 from kd.event_stream import EventStream
-from kd.native import KdError, Library, constants, ffi, load_library, status_names
+from kd.native import KdError, Library, constants, ffi, find_nccl, load_library, status_names
 from kd.structs import CODES, invalid
 from kd.text_side import read_text_side
 from kd.values import Completion, Event, ModelInfo, RequestOptions, Sampling
@@ -72,6 +72,8 @@ class Engine:
         self._handle: Any = None
         self._library = library if isinstance(library, Library) else load_library(device, library)
         self._lib = self._library.lib
+        if device == "cuda" and tp > 1:
+            find_nccl()
         self._changed = threading.Condition()  # guards everything below, and is notified when any of it changes
         self._polling = False  # a thread is in kd_poll
         self._calls = 0  # threads in any call of the library

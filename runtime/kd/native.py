@@ -5,6 +5,8 @@ A wheel carries the header as kd/kd.h and the libraries in kd/lib; in a checkout
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import re
 import threading
 from pathlib import Path
@@ -168,3 +170,17 @@ def load_library(device: str = "cpu", path: str | Path | None = None) -> Library
         if found not in _libraries:
             _libraries[found] = Library(found, device)
         return _libraries[found]
+
+
+def find_nccl() -> None:
+    """Load the NCCL of PyPI's wheel, if it is installed: the library asks for libnccl.so.2 by name alone, and only for
+    GPUs that cannot read each other's memory."""
+    try:
+        spec = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:
+        return
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        path = Path(folder) / "lib" / "libnccl.so.2"
+        if path.is_file():
+            ctypes.CDLL(str(path))
+            return

@@ -1,0 +1,85 @@
+"""Two ranks on Kimi K2's widths (`whole` of test_real_sizes.py), each on a GPU of its own: the exactness contract, rounds
+by the thousand, and how far one rank and two agree. On the CPU twin the same with small widths and two threads."""
+
+from __future__ import annotations
+
+import random
+import shutil
+
+import backend
+import numpy as np
+import pytest
+from exact import GREEDY, SAMPLINGS, Ask, Job, Reference, check, difference, prompts, run
+from test_real_sizes import LENGTHS, MODELS, OPEN
+from wide_model import write_wide_model
+
+import kd
+
+CUDA = backend.DEVICE == "cuda"
+ROUNDS = 1000 if CUDA else 60
+GAP = 1e-2  # between the best logits: below it a rounding may choose
+
+pytestmark = pytest.mark.skipif(CUDA and backend.gpus() < 2, reason="two ranks at full width need a second GPU")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = write_wide_model(tmp_path_factory.mktemp("whole"), **MODELS[backend.DEVICE]["whole"])
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture(scope="module")
+def engine(library, folder):
+    with kd.Engine(folder, library=library, tp=2, **OPEN) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def asks(engine):
+    made = prompts(random.Random(11), engine.info.vocab_size, LENGTHS[backend.DEVICE])
+    return [Ask(p, SAMPLINGS[i % 4], 16) for i, p in enumerate(made)]
+
+
+@pytest.fixture(scope="module")
+def reference(engine, asks):
+    made = Reference(engine)
+    for ask in asks:
+        made(ask)
+    return made
+
+
+@pytest.mark.parametrize("builder, budget", [("none", 0), ("chain", 7), ("heap", 16), ("device", 8), ("device", 64)])
+def test_contract(engine, reference, asks, builder, budget):
+    check(engine, reference, [Job(ask, builder, budget) for ask in asks])
+    for ask in asks[:3]:
+        check(engine, reference, [Job(ask, builder, budget, True)])
+
+
+def test_rounds_by_the_thousand(engine, asks):
+    """The same again and again: every step's logits have the same hashes, and no rank falls behind."""
+    jobs = [Job(Ask(a.prompt, a.sampling, 48), "device", 8) for a in asks[:5]]
+    first = run(engine, jobs)
+    began = engine.stats()["rounds"]
+    while engine.stats()["rounds"] - began < ROUNDS:
+        for got, want in zip(run(engine, jobs), first, strict=True):
+            assert difference(got, want) is None
+
+
+def test_one_rank_says_the_same_but_where_it_is_close(engine, library, folder, asks):
+    """Other sums of partial sums, so other bits; greedy texts part only where the two best logits are nearly equal."""
+    jobs = [Job(Ask(a.prompt, GREEDY, 16), "none") for a in asks]
+    two = run(engine, jobs)
+    with kd.Engine(folder, library=library, tp=1, **OPEN) as alone:
+        one = run(alone, jobs)
+        parted = []
+        for job, (a, _), (b, _) in zip(jobs, one, two, strict=True):
+            at = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
+            if at is None:
+                continue
+            logits = np.asarray(alone.score([*job.ask.prompt, *a[:at]]))[-1]
+            best = np.sort(logits)[-2:]
+            parted.append((len(job.ask.prompt), at, float(best[1] - best[0])))
+    print("parted (prompt, token, gap of the best logits):", parted)
+    assert all(gap < GAP for _, _, gap in parted), parted
+    assert len(parted) < len(jobs)
