@@ -6,11 +6,17 @@ needs a GPU for each rank."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import backend
 import numpy as np
 import pytest
 from probes import Device, ProbeError, Probes
 
+ROOT = Path(__file__).resolve().parent.parent
 CUDA = backend.DEVICE == "cuda"
 TRANSPORTS = ["host", "one_shot", "two_shots", "nccl"] if CUDA else ["memory"]
 WIDTH = 7168 if CUDA else 448
@@ -121,3 +127,24 @@ def test_a_transport_that_is_not_there_is_refused_by_name(probes):
         probes.add_norm(
             Device(ISAS[0], tp=2, transport="pigeons"), x=x, y=np.zeros((2, 1, 8)), w=np.ones(8, np.float32), eps=1e-5
         )
+
+
+@pytest.mark.skipif(CUDA, reason="there bench/allreduce.py is run for its figures; NCCL in it needs a second GPU")
+def test_the_bench_of_all_reduces_runs(test_library, tmp_path):
+    path = tmp_path / "figures.json"
+    command = [
+        sys.executable,
+        ROOT / "bench" / "allreduce.py",
+        "--device",
+        "cpu",
+        "--tp",
+        "4",
+        "--quick",
+        "--json",
+        path,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(path.read_text())
+    assert report["absent"] == {} and [row["rows"] for row in report["rows"]] == [1, 2, 8]
+    assert all(len(row["memory"]) == 3 and min(row["memory"]) > 0 for row in report["rows"])
