@@ -233,20 +233,6 @@ int32_t kd_save(kd_engine *engine, const char *path);
  * less than that and 1; *needed, if not NULL, says how much). [any] */
 int32_t kd_inspect(const char *path, const kd_load_options *options, char *json, uint32_t capacity, uint32_t *needed);
 
-/* The hash (XXH64, seed 0) that content_hash and the hashes in packed files are made of, for programs that check files
- * themselves: size set and all else 0 is the hash of nothing. */
-typedef struct kd_hash {
-    uint32_t size;
-    uint32_t begun;
-    uint64_t state[12];
-} kd_hash;
-
-/* Add `bytes` bytes to it, one thread at a time. [any] */
-int32_t kd_hash_add(kd_hash *hash, const void *data, uint64_t bytes);
-
-/* The hash of what was added so far; more may follow. [any] */
-int32_t kd_hash_value(const kd_hash *hash, uint64_t *value);
-
 /* Cancel all requests (their last event carries KD_E_CANCELLED), free the model and the KV cache. *freed_bytes, if not
  * NULL, is the drop of this process's resident memory as the kernel reports it. [any] */
 int32_t kd_unload(kd_engine *engine, uint64_t *freed_bytes);
@@ -501,8 +487,7 @@ int32_t kd_builder_build(const char *name, const kd_tree_in *in, kd_tree_out *ou
 #define KD_STATIC_ASSERT(e) _Static_assert(e, #e)
 #endif
 #if UINTPTR_MAX == UINT64_MAX
-KD_STATIC_ASSERT(offsetof(kd_options, kv_bytes) == 40);
-KD_STATIC_ASSERT(sizeof(kd_options) == 64);
+KD_STATIC_ASSERT(offsetof(kd_options, kv_bytes) == 40 && sizeof(kd_options) == 64);
 KD_STATIC_ASSERT(sizeof(kd_rank_record) == 64 && sizeof(kd_step_record) == 64 + 8 * 64);
 KD_STATIC_ASSERT(offsetof(kd_request, seed) == 48);
 KD_STATIC_ASSERT(sizeof(kd_request) == 104);

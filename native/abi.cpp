@@ -10,7 +10,6 @@
 #include "engine/record.h"
 #include "error.h"
 #include "kd.h"
-#include "model/hash.h"
 #include "model/inspect.h"
 #include "structs.h"
 
@@ -55,15 +54,6 @@ int in_range(int value, int fallback, int least, int most, const char* name) {
     if (value < least || value > most)
         fail(KD_E_INVALID, "kd_options.%s is %d: %d .. %d, or 0", name, value, least, most);
     return value;
-}
-
-kd::model::Hash read_hash(const kd_hash* from) {
-    const kd_hash given = read_struct(from, "kd_hash");
-    kd::model::Hash h;
-    static_assert(std::is_trivially_copyable_v<kd::model::Hash> && sizeof h <= sizeof given.state);
-    if (given.begun) memcpy(&h, given.state, sizeof h);
-    if (!h.sane()) fail(KD_E_INVALID, "kd_hash.state is not what kd_hash_add has left there: begin again with zeros");
-    return h;
 }
 
 kd::Options read_options(const kd_options* from) {
@@ -282,20 +272,6 @@ int32_t kd_inspect(const char* path, const kd_load_options* options, char* json,
         memcpy(json, text.c_str(), text.size() + 1);
         return int32_t(text.size());
     });
-}
-
-int32_t kd_hash_add(kd_hash* hash, const void* data, uint64_t bytes) {
-    return guard([&] {
-        kd::model::Hash h = read_hash(hash);
-        if (bytes) required(static_cast<const uint8_t*>(data), "data");
-        h.add(data, bytes);
-        memcpy(hash->state, &h, sizeof h);
-        hash->begun = 1;
-    });
-}
-
-int32_t kd_hash_value(const kd_hash* hash, uint64_t* value) {
-    return guard([&] { required(value, "value") = read_hash(hash).value(); });
 }
 
 int32_t kd_save(kd_engine* engine, const char* path) {

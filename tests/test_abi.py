@@ -102,8 +102,6 @@ NO_HANDLE = {
     "kd_builder_build",
     "kd_note_signal",
     "kd_inspect",
-    "kd_hash_add",
-    "kd_hash_value",
 }
 
 _keep = []
@@ -168,7 +166,6 @@ INPUTS = {
     "kd_load_options": lambda kd, engine, s: kd.lib.kd_load(engine, PATH, s),
     "kd_request": lambda kd, engine, s: kd.lib.kd_submit(engine, s, WORD),
     "kd_tree_builder": lambda kd, engine, s: kd.lib.kd_builder_register(engine, s),
-    "kd_hash": lambda kd, engine, s: kd.lib.kd_hash_value(s, ffi.new("uint64_t *")),
     "kd_tree_in": lambda kd, engine, s: kd.lib.kd_builder_build(b"none", s, new("kd_tree_out")),
 }
 OUTPUTS = {

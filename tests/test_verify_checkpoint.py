@@ -17,7 +17,6 @@ from fake_model import SMALL3, write_model
 
 from kd import Engine, KdError, checkpoint, hashing
 from kd.convert import LOCK, convert
-from kd.native import ffi
 from kdctl.__main__ import run
 
 INDEX = "model.safetensors.index.json"
@@ -93,26 +92,6 @@ def edit(path: Path, change) -> None:
     value = json.loads(path.read_text())
     change(value)
     path.write_text(json.dumps(value))
-
-
-XXH64 = {b"": 0xEF46DB3751D8E999, b"a": 0xD24EC4F1A98C6E5B, b"abc": 0x44BC2CF5AD770999}  # published
-
-
-def test_hashes_are_those_of_the_library():
-    for data, value in XXH64.items():
-        assert hashing.Hash(data).value() == value
-    data = bytes(range(256)) * 5
-    whole = hashing.Hash(data).value()
-    for cut in (1, 31, 32, 33, 500, 1279):
-        assert hashing.Hash().add(data, 0, cut).add(data, cut).value() == whole
-    bad = hashing.Hash(b"a")
-    ffi.memmove(bad._hash.state, b"\xff" * 96, 96)
-    with pytest.raises(KdError, match="kd_hash.state"):
-        bad.add(b"b")
-    with pytest.raises(KdError, match="data is NULL"):
-        bad._library.check(bad._library.lib.kd_hash_add(hashing.Hash()._hash, ffi.NULL, 1))
-    with pytest.raises(KdError, match="value is NULL"):
-        bad._library.check(bad._library.lib.kd_hash_value(hashing.Hash()._hash, ffi.NULL))
 
 
 def test_whole_folders_are_whole(capsys, folder):

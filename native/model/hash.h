@@ -37,9 +37,6 @@ class Hash {
     }
     void add(std::string_view text) { add(text.data(), text.size()); }
 
-    // Whether bytes that were copied in from elsewhere are a hash.
-    bool sane() const { return held_ < sizeof hold_; }
-
     uint64_t value() const {
         uint64_t h = seed_ + kP5;
         if (total_ >= sizeof hold_) {

@@ -17,10 +17,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from kd import hashing
 from kd.files import follow, present, read_bounded, why
 from kd.golden import GOLDEN, Golden, GoldenError
-from kd.hashing import Digest, Hash, Segment, digest
+from kd.hashing import Digest, Segment, digest
 from kd.headers import (
     INDEX,
     MAX_INDEX_BYTES,
@@ -101,7 +103,7 @@ class _Cache:
     @staticmethod
     def _key(path: str, segments: list[Segment]) -> str:
         s = os.stat(path)
-        parts = Hash(b"".join(b"%d %d %s\n" % (p.begin, p.end, p.before) for p in segments)).value()
+        parts = xxhash.xxh64_intdigest(b"".join(b"%d %d %s\n" % (p.begin, p.end, p.before) for p in segments))
         return f"{s.st_dev}:{s.st_ino}:{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}:{parts:016x}"
 
     def get(self, path: str, segments: list[Segment]) -> Digest | None:
@@ -468,9 +470,9 @@ def _compare_golden(
 
 def _content(places: list[_Place], follow_links: bool) -> tuple[int, int]:
     """(target_hash, content_hash) of what was read."""
-    hash_, values = Hash(), []
+    hash_, values = xxhash.xxh64(), []
     for place in places:
-        hash_.add(read_bounded(place.folder / "config.json", MAX_CONFIG_BYTES, follow_links))
-        hash_.add((sum(job.sum for job in place.weights) & (1 << 64) - 1).to_bytes(8, "little"))
-        values.append(hash_.value())
+        hash_.update(read_bounded(place.folder / "config.json", MAX_CONFIG_BYTES, follow_links))
+        hash_.update((sum(job.sum for job in place.weights) & (1 << 64) - 1).to_bytes(8, "little"))
+        values.append(hash_.intdigest())
     return values[0], values[-1]

@@ -8,35 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import xxhash
+
 from kd.headers import ELEMENT_BYTES, Header
 
 PIECE_BYTES = 64 << 20  # of one hash, so that a fault has a place
 CHUNK_BYTES = 4 << 20
-
-
-class Hash:
-    """kd_hash: what content_hash and the hashes in packed files are made of."""
-
-    def __init__(self, *first: bytes):
-        from kd.native import ffi, load_library
-
-        self._library, self._ffi = load_library("cpu"), ffi
-        self._hash = ffi.new("kd_hash *")
-        self._hash.size = ffi.sizeof("kd_hash")
-        for data in first:
-            self.add(data)
-
-    def add(self, data: Any, begin: int = 0, end: int | None = None) -> Hash:
-        """data: bytes, of which begin .. end - 1 count."""
-        view = self._ffi.from_buffer(data)
-        n = (len(data) if end is None else end) - begin
-        self._library.check(self._library.lib.kd_hash_add(self._hash, view + begin, n))
-        return self
-
-    def value(self) -> int:
-        out = self._ffi.new("uint64_t *")
-        self._library.check(self._library.lib.kd_hash_value(self._hash, out))
-        return out[0]
 
 
 @dataclass(frozen=True)
@@ -50,7 +27,8 @@ class Segment:
 
 @dataclass
 class Digest:
-    """pieces: BLAKE2b of each PIECE_BYTES. segments: kd_hash of each. wild: tensor -> where its first NaN or infinity is."""
+    """pieces: BLAKE2b of each PIECE_BYTES. segments: XXH64 of each, as native/model/hash.h has it. wild: tensor -> where its
+    first NaN or infinity is."""
 
     sha256: str
     sha1: str  # as git has it
@@ -111,21 +89,21 @@ class _Segments:
 
     def _next(self) -> None:
         self._now = next(self._left, None)
-        self._hash = Hash(self._now.before) if self._now else None
+        self._hash = xxhash.xxh64(self._now.before) if self._now else None
 
     def add(self, at: int, data: bytes) -> None:
         while self._now and self._hash and self._now.begin < at + len(data):
             begin, end = max(self._now.begin, at) - at, min(self._now.end - at, len(data))
             if begin < end:
-                self._hash.add(data, begin, end)
+                self._hash.update(memoryview(data)[begin:end])
             if self._now.end > at + len(data):
                 return
-            self.values.append(self._hash.value())
+            self.values.append(self._hash.intdigest())
             self._next()
 
     def end(self) -> list[int]:
         while self._now and self._hash and self._now.begin == self._now.end:  # empty ones at the end of the file
-            self.values.append(self._hash.value())
+            self.values.append(self._hash.intdigest())
             self._next()
         return self.values
 
