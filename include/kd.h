@@ -171,7 +171,8 @@ typedef enum kd_state {
     KD_STATE_FATAL = 4
 } kd_state;
 
-/* Phases of a load. SWAP: with KD_LOAD_REPLACE, the requests of the model before are waited for. WRITE: of kd_save.      */
+/* Phases of a load. WARM: with KD_LOAD_HOLD, the model is held. SWAP: with KD_LOAD_REPLACE, the requests of the model before are
+ * waited for. WRITE: of kd_save.                                                                                        */
 enum {
     KD_LOAD_OPEN = 0,
     KD_LOAD_READ = 1,
@@ -179,14 +180,17 @@ enum {
     KD_LOAD_DONE = 3,
     KD_LOAD_SWAP = 4,
     KD_LOAD_WRITE = 5,
-    KD_LOAD_PHASES = 6
+    KD_LOAD_WARM = 6,
+    KD_LOAD_PHASES = 7
 };
 
 /* kd_load_options.flags */
 enum {
     KD_LOAD_REPLACE = 1,      /* beside a loaded model, which serves on: the new one takes its place between two steps, once
                                * the requests that run have ended; those that wait then run on the new one               */
-    KD_LOAD_FOLLOW_LINKS = 2  /* symbolic links in the folder are followed wherever they lead                             */
+    KD_LOAD_FOLLOW_LINKS = 2, /* symbolic links in the folder are followed wherever they lead                             */
+    KD_LOAD_HOLD = 4          /* the model is held when all of it is in memory: kd_load_try decodes on it, nobody else sees it,
+                               * and kd_load_accept or kd_load_cancel decides what becomes of it                         */
 };
 
 typedef struct kd_load_options {
@@ -196,7 +200,8 @@ typedef struct kd_load_options {
     const uint8_t *token_bytes; /* the vocabulary's bytes back to back, or NULL: then only ids can stop a request     */
     const uint32_t *token_ends; /* token_ends[i]: end of token i in token_bytes; n_tokens of them                     */
     uint32_t n_tokens;          /* <= vocab_size; ids from n_tokens on have no bytes                                  */
-    uint32_t flags;             /* KD_LOAD_REPLACE | KD_LOAD_FOLLOW_LINKS                                             */
+    uint32_t flags;             /* KD_LOAD_REPLACE | KD_LOAD_FOLLOW_LINKS | KD_LOAD_HOLD                              */
+    uint64_t text_id;           /* the caller's name for the vocabulary; see kd_request.text_id                       */
 } kd_load_options;
 
 /* Start loading a Hugging Face model folder, or one that kd_save has written; returns at once (KD_E_EXISTS if a model is
@@ -204,10 +209,12 @@ typedef struct kd_load_options {
  * ends that nobody polls the first 32 are kept); kd_load_wait waits. [any] */
 int32_t kd_load(kd_engine *engine, const char *path, const kd_load_options *options);
 
-/* Wait until the load has ended: KD_OK, what went wrong (sentence in kd_last_error), or KD_E_TIMEOUT. [any] */
+/* Wait until the load has ended or, with KD_LOAD_HOLD and before kd_load_accept, holds its model: KD_OK, what went wrong
+ * (sentence in kd_last_error), or KD_E_TIMEOUT. Whatever goes wrong leaves the model before in its place. [any] */
 int32_t kd_load_wait(kd_engine *engine, uint32_t timeout_ms);
 
-/* Stop a load under way; memory is back when kd_load_wait returns KD_E_CANCELLED. KD_E_STATE if there is none. [any] */
+/* Stop a load under way: KD_OK means that it ends without its model taking over; memory is back when kd_load_wait returns
+ * KD_E_CANCELLED. KD_E_STATE if there is none, or if its model has just taken over. [any] */
 int32_t kd_load_cancel(kd_engine *engine);
 
 typedef struct kd_progress {
@@ -216,7 +223,7 @@ typedef struct kd_progress {
     uint64_t bytes_done;
     uint64_t bytes_total;
     uint64_t elapsed_us;
-    uint64_t phase_us[6]; /* of each phase so far: together elapsed_us                                                    */
+    uint64_t phase_us[7]; /* of each phase so far: together elapsed_us                                                    */
 } kd_progress;
 
 /* Where the load stands, or how the last one ended. [any] */
@@ -261,8 +268,9 @@ typedef struct kd_model_info {
     uint64_t kv_bytes_token;    /* of one token on one rank, drafter included                                         */
     uint64_t kv_tokens;         /* tokens the KV cache holds                                                          */
     uint64_t content_hash;      /* of config and tensors as read                                                      */
-    uint64_t weights_generation;/* 1 for the first model of an engine, then one more a load                           */
+    uint64_t weights_generation;/* 1 for the first model of an engine, then more with each                            */
     uint64_t target_hash;       /* content_hash without the drafter                                                    */
+    uint64_t text_id;           /* as given to kd_load                                                                */
 } kd_model_info;
 
 /* KD_E_STATE while no model is loaded. [any] */
@@ -342,7 +350,7 @@ typedef struct kd_request {
     int32_t top_k;               /* 0 = off                                                                           */
     uint32_t choice;             /* index of this choice under one seed                                               */
     uint64_t seed;
-    const int32_t *stop_ids;     /* beside the model's own                                                            */
+    const int32_t *stop_ids;     /* beside the model's own; ids of the vocabulary                                     */
     uint32_t n_stop_ids;
     uint32_t n_stop_strings;
     const kd_stop_string *stop_strings; /* need token_bytes at load                                                   */
@@ -350,6 +358,8 @@ typedef struct kd_request {
     const char *builder;         /* with KD_REQUEST_OWN_BUILDER                                                       */
     int32_t budget;
     uint32_t reserved0;
+    uint64_t text_id;            /* 0: the tokens may be any model's; else they are for a model loaded with this text_id, and
+                                  * another one answers KD_E_STATE, also if it takes over while the request waits     */
 } kd_request;
 
 /* Queue a request; *id names it from now on (never 0, never reused). Everything in `request` is copied. [any] */
@@ -365,6 +375,28 @@ int32_t kd_request_credit(kd_engine *engine, uint64_t id, uint32_t events);
 /* float32 logits after each of `tokens` (logits[i] is the prediction for position i + 1), as prefill rows, cold, between
  * rounds. `logits` is the caller's, n_tokens x vocab_size floats. Blocks. [any] */
 int32_t kd_score(kd_engine *engine, const int32_t *tokens, uint32_t n_tokens, float *logits);
+
+/* ---- a model that is held: in memory after a load with KD_LOAD_HOLD, beside one that serves on; else KD_E_STATE ------ */
+
+/* As kd_info will say it. [any] */
+int32_t kd_load_info(kd_engine *engine, kd_model_info *info);
+
+typedef struct kd_trial {
+    uint32_t size;
+    uint32_t n_tokens;  /* out                                                                                        */
+    int32_t *tokens;    /* the caller's, max_tokens long                                                              */
+    uint64_t *hashes;   /* the caller's, max_tokens long; NULL or with KD_REQUEST_HASH_LOGITS                         */
+    uint64_t decode_us; /* out: from the first token, which the prompt gives, to the last                             */
+} kd_trial;
+
+/* Decode a request to its end, alone and cold. Stop ids end it; stop strings, credit, user and text_id mean nothing here, and
+ * without KD_REQUEST_OWN_BUILDER there are no trees. Blocks. KD_E_BUSY: another one runs. KD_E_CANCELLED: kd_load_cancel. [any] */
+int32_t kd_load_try(kd_engine *engine, const kd_request *request, kd_trial *trial);
+
+/* Let the model take its place; kd_load_wait then waits for that. `builder` and `budget`: what is in force from then on, unless
+ * kd_builder_use says otherwise after this; NULL: what was chosen before or is built in. KD_E_STATE: the model has no drafter and
+ * `builder` needs one. [any] */
+int32_t kd_load_accept(kd_engine *engine, const char *builder, int32_t budget);
 
 /* ---- events ------------------------------------------------------------------------------------------------------ */
 
@@ -466,7 +498,7 @@ int32_t kd_builder_list(kd_engine *engine, kd_builder_info *infos, uint32_t capa
 
 /* From the next round on, build trees with `name` and up to `budget` nodes (0 = the builder's default), for one request
  * or, with id 0, for all running and future ones. *generation, if not NULL, is what the events of those rounds repeat.
- * KD_E_STATE: the model has no drafter and `name` needs one. [any] */
+ * KD_E_STATE: the model has no drafter and `name` needs one, or there is none and none is being loaded. [any] */
 int32_t kd_builder_use(kd_engine *engine, const char *name, int32_t budget, uint64_t id, uint64_t *generation);
 
 /* Run a built-in builder on a table; needs no engine. out->token and out->parent are the caller's, in->budget long. [any] */
@@ -490,7 +522,7 @@ int32_t kd_builder_build(const char *name, const kd_tree_in *in, kd_tree_out *ou
 KD_STATIC_ASSERT(offsetof(kd_options, kv_bytes) == 40 && sizeof(kd_options) == 64);
 KD_STATIC_ASSERT(sizeof(kd_rank_record) == 64 && sizeof(kd_step_record) == 64 + 8 * 64);
 KD_STATIC_ASSERT(offsetof(kd_request, seed) == 48);
-KD_STATIC_ASSERT(sizeof(kd_request) == 104);
+KD_STATIC_ASSERT(sizeof(kd_request) == 112);
 KD_STATIC_ASSERT(offsetof(kd_event, hashes) == 112);
 KD_STATIC_ASSERT(offsetof(kd_event, text) == 320);
 KD_STATIC_ASSERT(sizeof(kd_event) == 352);

@@ -127,7 +127,8 @@ std::unique_ptr<kd::Request> read_request(const kd_request* from, bool stop_stri
     request->user = c.user;
     request->flags = c.flags;
     request->credit = c.credit ? c.credit : 256;
-    request->sequence.stop_ids.assign(c.stop_ids, c.stop_ids + c.n_stop_ids);
+    request->text_id = c.text_id;
+    request->stop_ids.assign(c.stop_ids, c.stop_ids + c.n_stop_ids);
     for (uint32_t i = 0; i < c.n_stop_strings; i++) {
         const kd_stop_string& stop = c.stop_strings[i];
         if (!stop.bytes || stop.length == 0 || stop.length > KD_MAX_STOP_BYTES)
@@ -148,7 +149,7 @@ std::unique_ptr<kd::Request> read_request(const kd_request* from, bool stop_stri
 
 // What of kd_load_options says which files are read.
 void read_source(const kd_load_options& c, kd::model::DraftChoice& draft, kd::model::Links& links) {
-    constexpr uint32_t known = KD_LOAD_REPLACE | KD_LOAD_FOLLOW_LINKS;
+    constexpr uint32_t known = KD_LOAD_REPLACE | KD_LOAD_FOLLOW_LINKS | KD_LOAD_HOLD;
     if (c.flags & ~known)
         fail(KD_E_TOO_NEW, "kd_load_options.flags has 0x%x, unknown to this library", c.flags & ~known);
     if (c.flags & KD_LOAD_FOLLOW_LINKS) links = kd::model::Links::kFollow;
@@ -237,6 +238,8 @@ int32_t kd_load(kd_engine* engine, const char* path, const kd_load_options* opti
             const kd_load_options c = read_struct(options, "kd_load_options");
             read_source(c, plan.draft, plan.links);
             plan.replace = c.flags & KD_LOAD_REPLACE;
+            plan.hold = c.flags & KD_LOAD_HOLD;
+            plan.text_id = c.text_id;
             if (c.n_tokens) {
                 required(c.token_ends, "kd_load_options.token_ends");
                 plan.token_bytes = kd::TokenBytes(c.token_bytes, c.token_ends, c.n_tokens);
@@ -256,6 +259,31 @@ int32_t kd_load_cancel(kd_engine* engine) {
 
 int32_t kd_load_progress(kd_engine* engine, kd_progress* progress) {
     return guard([&] { write_struct(progress, open(engine).load_progress(), "kd_progress"); });
+}
+
+int32_t kd_load_info(kd_engine* engine, kd_model_info* info) {
+    return guard([&] {
+        kd::Engine& e = open(engine);
+        required(info, "info");
+        write_struct(info, e.load_info(), "kd_model_info");
+    });
+}
+
+int32_t kd_load_try(kd_engine* engine, const kd_request* request, kd_trial* trial) {
+    return guard([&] {
+        kd::Engine& e = open(engine);
+        const kd_trial given = read_struct(trial, "kd_trial");
+        required(given.tokens, "kd_trial.tokens");
+        const kd::Trial done = e.load_try(read_request(request, true));
+        std::copy(done.tokens.begin(), done.tokens.end(), given.tokens);
+        if (given.hashes) std::copy(done.hashes.begin(), done.hashes.end(), given.hashes);
+        trial->n_tokens = uint32_t(done.tokens.size());
+        trial->decode_us = done.decode_us;
+    });
+}
+
+int32_t kd_load_accept(kd_engine* engine, const char* builder, int32_t budget) {
+    return guard([&] { open(engine).load_accept(builder, budget); });
 }
 
 int32_t kd_inspect(const char* path, const kd_load_options* options, char* json, uint32_t capacity, uint32_t* needed) {

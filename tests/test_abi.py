@@ -62,6 +62,9 @@ HANDLE = {
     "kd_load_wait": lambda: (0,),
     "kd_load_cancel": lambda: (),
     "kd_load_progress": lambda: (new("kd_progress"),),
+    "kd_load_info": lambda: (new("kd_model_info"),),
+    "kd_load_try": lambda: (request(), trial()),
+    "kd_load_accept": lambda: (N, 0),
     "kd_save": lambda: (PATH,),
     "kd_unload": lambda: (WORD,),
     "kd_drain": lambda: (0,),
@@ -79,14 +82,12 @@ HANDLE = {
 }
 # pointers that may not be NULL: function -> positions among the arguments after the engine
 REQUIRED = {
-    "kd_load": [0],
-    "kd_load_progress": [0],
-    "kd_save": [0],
-    "kd_info": [0],
-    "kd_stats_get": [0],
+    **dict.fromkeys(
+        ["kd_load", "kd_load_progress", "kd_load_info", "kd_save", "kd_info", "kd_stats_get", "kd_poll"], [0]
+    ),
+    "kd_load_try": [0, 1],
     "kd_submit": [0, 1],
     "kd_score": [0, 2],
-    "kd_poll": [0],
     "kd_builder_register": [0],
     "kd_builder_list": [0],
     "kd_builder_use": [0],
@@ -113,6 +114,12 @@ def request(**values):
     for name, value in values.items():
         setattr(r, name, value)
     return r
+
+
+def trial():
+    t = new("kd_trial")
+    t.tokens = TOKENS
+    return t
 
 
 def builder(name=b"mine"):
@@ -165,6 +172,7 @@ INPUTS = {
     "kd_options": lambda kd, engine, s: kd.lib.kd_open(ffi.new("kd_engine **"), s),
     "kd_load_options": lambda kd, engine, s: kd.lib.kd_load(engine, PATH, s),
     "kd_request": lambda kd, engine, s: kd.lib.kd_submit(engine, s, WORD),
+    "kd_trial": lambda kd, engine, s: kd.lib.kd_load_try(engine, request(), s),
     "kd_tree_builder": lambda kd, engine, s: kd.lib.kd_builder_register(engine, s),
     "kd_tree_in": lambda kd, engine, s: kd.lib.kd_builder_build(b"none", s, new("kd_tree_out")),
 }
@@ -183,7 +191,7 @@ def test_every_struct_is_misused_here():
 
 
 def good(name):
-    return {"kd_request": request, "kd_tree_builder": builder}.get(name, lambda: new(name))()
+    return {"kd_request": request, "kd_trial": trial, "kd_tree_builder": builder}.get(name, lambda: new(name))()
 
 
 def room(name, size, fill=0):
@@ -333,21 +341,14 @@ def test_loads_whose_ends_nobody_polls(kd, engine, nano):
 # ---- wrong state -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("function", "name"),
-    [
-        ("kd_info", "KD_E_STATE"),
-        ("kd_submit", "KD_E_STATE"),
-        ("kd_score", "KD_E_STATE"),
-        ("kd_unload", "KD_E_STATE"),
-        ("kd_load_cancel", "KD_E_STATE"),
-        ("kd_load_wait", "KD_E_STATE"),
-        ("kd_cancel", "KD_E_NOT_FOUND"),
-        ("kd_request_credit", "KD_E_NOT_FOUND"),
-    ],
-)
-def test_without_a_model(kd, engine, function, name):
-    refused(kd, getattr(kd.lib, function)(engine, *HANDLE[function]()), name)
+LOADING = ["kd_load_cancel", "kd_load_wait", "kd_load_info", "kd_load_try", "kd_load_accept"]
+
+
+@pytest.mark.parametrize("function", ["kd_info", "kd_submit", "kd_score", "kd_unload", *LOADING])
+def test_without_a_model(kd, engine, function):
+    refused(kd, getattr(kd.lib, function)(engine, *HANDLE[function]()), "KD_E_STATE")
+    for unknown in ("kd_cancel", "kd_request_credit"):
+        refused(kd, getattr(kd.lib, unknown)(engine, *HANDLE[unknown]()), "KD_E_NOT_FOUND")
 
 
 def test_always_possible(kd, engine):

@@ -102,7 +102,7 @@ def test_load_reports_progress_and_unload_frees(empty, nano):
     empty.load(nano, progress=seen.append)
     assert seen[-1]["phase"] == "done" and seen[-1]["bytes_done"] == seen[-1]["bytes_total"] > 10_000_000
     assert all(a["bytes_done"] <= b["bytes_done"] for a, b in zip(seen, seen[1:], strict=False))
-    order = ["open", "read", "prepare", "done"]
+    order = ["open", "read", "prepare", "swap", "done"]
     assert sorted(seen, key=lambda p: order.index(p["phase"])) == seen
     assert empty.load_progress()["phase"] == "done"
     (load,) = empty.poll(1000)

@@ -39,8 +39,7 @@ Engine::Engine(const Options& o)
 Engine::~Engine() {
     {
         std::unique_lock lock(state_mutex_);
-        if (loading_) progress_->cancel();
-        post([] {});  // a load that waits for requests to end
+        if (loading_) cancel_load();
         state_changed_.wait(lock, [&] { return !loading_; });
     }
     post([this] { stop_ = true; });
@@ -97,9 +96,15 @@ kd_stats Engine::stats() {
 // Throws what a request that this model cannot serve is told.
 void Engine::check_request(const Request& r, const kd_model_info& m) const {
     const Sequence& q = r.sequence;
+    if (r.text_id && r.text_id != m.text_id)
+        fail(KD_E_STATE, "the tokens were made for another model's vocabulary: make them again with this one's");
     for (size_t i = 0; i < q.tokens.size(); i++)
         if (q.tokens[i] < 0 || q.tokens[i] >= m.vocab_size)
             fail(KD_E_TOKEN, "prompt token %zu is %d: ids are 0 .. %d", i, q.tokens[i], m.vocab_size - 1);
+    for (size_t i = 0; i < r.stop_ids.size(); i++)
+        if (r.stop_ids[i] < 0 || r.stop_ids[i] >= m.vocab_size)
+            fail(KD_E_INVALID, "stop id %zu is %d: ids are 0 .. %d, the vocabulary of the model", i, r.stop_ids[i],
+                 m.vocab_size - 1);
     if (uint64_t(q.prompt) + uint64_t(q.max_tokens) > uint64_t(m.max_positions))
         fail(KD_E_CONTEXT,
              "the prompt has %d tokens and max_tokens is %d: together they must be at most %d, the context of "
@@ -119,17 +124,10 @@ uint64_t Engine::submit(std::unique_ptr<Request> request) {
     if (queued_ + ring_.unpolled(queue_place()) >= options_.max_queue)
         fail(KD_E_BUSY, "%d requests are waiting, the most that may: retry when some have ended", options_.max_queue);
     check_request(*request, m);
-    if (!(request->flags & KD_REQUEST_IGNORE_EOS))
-        request->sequence.stop_ids.insert(request->sequence.stop_ids.end(), m.stop_ids, m.stop_ids + m.n_stop_ids);
-    if (request->flags & KD_REQUEST_OWN_BUILDER) {
-        const tree::Builder& b = registry_.get(request->builder.c_str());
-        if (b.needs_drafter() && m.draft_layers == 0)
-            fail(KD_E_STATE, "builder '%s' needs a drafter and the model has none: use 'none'", b.name.c_str());
-        if (request->budget < 0 || request->budget > options_.max_nodes)
-            fail(KD_E_INVALID, "budget is %d: 0 .. %d, the engine's max_nodes", request->budget, options_.max_nodes);
-    }
+    if (request->flags & KD_REQUEST_OWN_BUILDER)
+        check_builder(registry_.get(request->builder.c_str()), request->budget, m.draft_layers > 0);
+    request->be_for(m);
     const uint64_t id = request->id = next_id_++;
-    request->weights_generation = m.weights_generation;
     queued_++;
     post([this, r = std::shared_ptr<Request>(std::move(request))]() mutable {
         waiting_.push_back(std::make_unique<Request>(std::move(*r)));

@@ -48,6 +48,8 @@ struct Resident {
     std::unique_ptr<KvCache> cache;
     TokenBytes token_bytes;
     kd_model_info info{};
+    const tree::Builder* builder = nullptr;  // in force from when it takes its place; nullptr: see plant_default()
+    int budget = 0;
 };
 
 // The options of kd_load, copied.
@@ -56,7 +58,15 @@ struct LoadPlan {
     model::DraftChoice draft;
     TokenBytes token_bytes;
     model::Links links = model::Links::kCache;
-    bool replace = false;
+    bool replace = false, hold = false;
+    uint64_t text_id = 0;
+};
+
+// What a request on a held model gave.
+struct Trial {
+    std::vector<int32_t> tokens;
+    std::vector<uint64_t> hashes;  // of the tokens, if the request asks for them
+    uint64_t decode_us = 0;        // from the first token to the last
 };
 
 class Engine {
@@ -72,6 +82,9 @@ class Engine {
     void load_wait(uint32_t timeout_ms);
     void load_cancel();
     kd_progress load_progress();
+    kd_model_info load_info();
+    Trial load_try(std::unique_ptr<Request> request);
+    void load_accept(const char* builder, int budget);
     uint64_t unload();
     void drain(bool on);
     kd_model_info info();
@@ -110,6 +123,7 @@ class Engine {
                 .share_devices = options_.share_devices};
     }
     void check_request(const Request& request, const kd_model_info& model) const;
+    void check_builder(const tree::Builder& builder, int budget, bool drafter) const;
 
     // inbox (engine.cpp)
     void post(std::function<void()> command);  // drops it once the engine thread has ended
@@ -121,6 +135,13 @@ class Engine {
         post([&task] { task(); });  // `task` outlives it: get() waits
         return result.get();
     }
+
+    // What load_try() waits for.
+    struct Asked {
+        Request& request;
+        Trial trial;
+        std::exception_ptr error;
+    };
 
     // Events that a request may produce beyond its credit. Not a command: a run need not stop for it.
     struct Grant {
@@ -157,12 +178,19 @@ class Engine {
     int pages_for(const Sequence& q) const;
 
     // builders (builders.cpp)
-    Planting planting(const char* name, int budget, uint64_t generation);
-    void plant_default();
+    int budget_of(const tree::Builder& builder, int budget, const Model& model) const;
+    Planting planting(const Model& model, const char* name, int budget, uint64_t generation);
+    Planting plant_default(const Resident& resident);
 
     // loading (loading.cpp)
     void begin_load(const std::string& path, std::function<void()> body);
-    std::unique_ptr<Resident> make_resident(LoadPlan& plan, uint64_t generation, device::Group& group, bool beside);
+    std::unique_ptr<Resident> make_resident(LoadPlan& plan, uint64_t generation, Team& team, bool beside);
+    void cancel_load();
+    void pass_cancelling();
+    void hold(Resident& resident);
+    void release_held();
+    Trial decode_alone(Resident& resident, Request& request);
+    Resident& held() const;
     void install(std::shared_ptr<Resident> resident);
     bool swap_if_idle();
     void take_over(int status, const std::string& sentence);
@@ -186,6 +214,7 @@ class Engine {
     Planting default_planting_;
     const tree::Builder* chosen_builder_ = nullptr;  // by kd_builder_use: kept over a reload
     int chosen_budget_ = 0;
+    uint64_t awaited_generation_ = 0;  // of one chosen while there was no model; 0: there was one
     bool stop_ = false;
     kd_stats counters_{};
     std::vector<Request*> batch_;
@@ -219,6 +248,11 @@ class Engine {
     uint64_t weights_generation_ = 0;
     std::unique_ptr<model::Progress> progress_;
     std::thread loader_;
+    bool taken_ = false;                  // the load can no longer be cancelled
+    std::atomic<bool> cancelled_{false};  // it is: a run of rounds on a held model is to end
+    Resident* held_ = nullptr;            // the loader's, from KD_LOAD_WARM until it is installed or gone
+    bool accepted_ = false;               // by load_accept
+    Asked* asked_ = nullptr;              // for the loader to decode
 
     std::thread thread_;  // last: it uses all of the above
 };

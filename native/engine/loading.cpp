@@ -14,6 +14,8 @@ namespace kd {
 void Engine::begin_load(const std::string& path, std::function<void()> body) {
     if (loading_) fail(KD_E_BUSY, "a load is under way: wait for it or cancel it with kd_load_cancel");
     loading_ = true;
+    taken_ = accepted_ = false;
+    cancelled_ = false;
     progress_ = std::make_unique<model::Progress>();
     load_status_ = KD_E_BUSY;
     loader_ = quiet_thread("kd-loader", [this, path, body = std::move(body)] {
@@ -37,18 +39,23 @@ void Engine::load(LoadPlan plan) {
     const std::string path = plan.path;
     begin_load(path, [this, plan = std::move(plan), generation = weights_generation_ + 1,
                       beside = info_.weights_generation != 0]() mutable {
-        // Beside a model at work its ranks' contexts are taken: this load gets some of its own.
-        const std::shared_ptr<device::Group> own = beside ? device::open_group(device_options()) : nullptr;
-        device::Group& group = own ? *own : team_.group();
-        std::shared_ptr<Resident> resident = make_resident(plan, generation, group, beside);
+        // Beside a model at work its ranks are taken: this load gets some of its own, for as long as it lasts.
+        const std::unique_ptr<Team> own = beside ? std::make_unique<Team>(device_options()) : nullptr;
+        Team& team = own ? *own : team_;
+        std::shared_ptr<Resident> resident = make_resident(plan, generation, team, beside);
+        struct Release {
+            Engine& engine;
+            ~Release() { engine.release_held(); }
+        } release{*this};
+        if (plan.hold) hold(*resident);
         if (progress_->cancelled()) fail(KD_E_CANCELLED, "the load of %s was cancelled", plan.path.c_str());
-        if (own)
-            for (int r = 0; r < options_.tp; r++) {
-                device::bind(device::context(*own, r));
-                device::settle();
-            }
-        resident->loaded->adopt(team_.group());
-        post([this, resident] { install(resident); });
+        if (own) {
+            own->run(KD_STAGE_IDLE, [](int) { device::settle(); });
+            resident->loaded->adopt(team_.group());
+            resident->stage =
+                std::make_unique<Stage>(team_, std::move(resident->stage->ranks), resident->stage->max_rows);
+        }
+        post([this, resident = std::move(resident)] { install(resident); });
     });
 }
 
@@ -59,12 +66,13 @@ void Engine::save(std::string path) {
     begin_load(path, [this, path] {
         // resident_ stays: nothing replaces or frees it while loading_ is set.
         model::save(*resident_->loaded, path, *progress_);
+        pass_cancelling();
         post([this] { finish_load(KD_OK, ""); });
     });
 }
 
-std::unique_ptr<Resident> Engine::make_resident(LoadPlan& plan, uint64_t generation, device::Group& group,
-                                                bool beside) {
+std::unique_ptr<Resident> Engine::make_resident(LoadPlan& plan, uint64_t generation, Team& team, bool beside) {
+    device::Group& group = team.group();
     auto resident = std::make_unique<Resident>();
     resident->loaded = model::load(plan.path, plan.draft, group, options_.tp, *progress_, plan.links);
     progress_->enter(KD_LOAD_PREPARE);
@@ -98,7 +106,7 @@ std::unique_ptr<Resident> Engine::make_resident(LoadPlan& plan, uint64_t generat
         self_check((std::string(device::backend()) + " device of rank " + std::to_string(r)).c_str());
         ranks.push_back(std::make_unique<Rank>(loaded.ranks[size_t(r)], r, limits));
     }
-    resident->stage = std::make_unique<Stage>(team_, std::move(ranks), options_.max_rows);
+    resident->stage = std::make_unique<Stage>(team, std::move(ranks), options_.max_rows);
     resident->cache = std::make_unique<KvCache>(limits.kv_pages);
     resident->token_bytes = std::move(plan.token_bytes);
 
@@ -125,6 +133,7 @@ std::unique_ptr<Resident> Engine::make_resident(LoadPlan& plan, uint64_t generat
     info.content_hash = loaded.info.content_hash;
     info.target_hash = loaded.info.target_hash;
     info.weights_generation = generation;
+    info.text_id = plan.text_id;
     return resident;
 }
 
@@ -132,6 +141,8 @@ void Engine::install(std::shared_ptr<Resident> resident) {
     {
         std::lock_guard lock(state_mutex_);  // from now on requests are checked against the new model
         info_ = resident->info;
+        weights_generation_ =
+            info_.weights_generation;  // never given to another, even if this one does not come to serve
         token_bytes_ = !resident->token_bytes.empty();
     }
     next_ = std::move(resident);
@@ -142,24 +153,26 @@ void Engine::install(std::shared_ptr<Resident> resident) {
 // Puts next_ in place once everything that was submitted to the model before it has ended. Whether there was something to do.
 bool Engine::swap_if_idle() {
     if (!next_) return false;
-    if (fatal_ || progress_->cancelled()) {
+    const auto give_up = [&](int status, const std::string& sentence) {
         next_.reset();
-        take_over(KD_E_CANCELLED, "the load was cancelled");
+        take_over(status, sentence);
         return true;
-    }
+    };
+    if (fatal_ || progress_->cancelled()) return give_up(KD_E_CANCELLED, "the load was cancelled");
     const auto old = [&](uint64_t generation) { return generation != next_->info.weights_generation; };
     if (!running_.empty() || (!waiting_.empty() && old(waiting_.front()->weights_generation)) ||
         (!scores_.empty() && old(scores_.front()->weights_generation)))
         return false;
+    try {  // all that can fail comes before the old model goes
+        const Planting fresh = plant_default(*next_);
+        pass_cancelling();
+        default_planting_ = fresh;
+    } catch (const Error& e) {
+        return give_up(e.status, e.what());
+    }
     if (resident_) team_.run(KD_STAGE_IDLE, [](int) { device::forget(); });
     resident_ = std::move(next_);
-    try {
-        plant_default();
-        take_over(KD_OK, "");
-    } catch (const Error& e) {
-        resident_.reset();
-        take_over(e.status, e.what());
-    }
+    take_over(KD_OK, "");
     return true;
 }
 
@@ -169,7 +182,6 @@ void Engine::take_over(int status, const std::string& sentence) {
         std::lock_guard lock(state_mutex_);
         info_ = resident_ ? resident_->info : kd_model_info{};
         token_bytes_ = resident_ && !resident_->token_bytes.empty();
-        if (status == KD_OK) weights_generation_ = info_.weights_generation;
     }
     for (auto& request : waiting_) settle_in(*request);
     std::erase_if(scores_, [&](std::unique_ptr<Score>& score) {
@@ -188,11 +200,11 @@ void Engine::settle_in(Request& r) {
         if (r.weights_generation != resident_->info.weights_generation) {
             if (r.weights_generation < oldest_generation_) fail(KD_E_CANCELLED, "the model was unloaded");
             check_request(r, resident_->info);
-            r.weights_generation = resident_->info.weights_generation;
+            r.be_for(resident_->info);
         }
-        r.sequence.planting = r.flags & KD_REQUEST_OWN_BUILDER
-                                  ? planting(r.builder.c_str(), r.budget, ++builder_generation_)
-                                  : default_planting_;
+        r.sequence.planting = r.flags & KD_REQUEST_OWN_BUILDER ? planting(resident_->stage->model(), r.builder.c_str(),
+                                                                          r.budget, ++builder_generation_)
+                                                               : default_planting_;
     } catch (const Error& e) {
         end(r, KD_FINISH_ERROR, e.status);
     }
@@ -217,7 +229,7 @@ void Engine::finish_load(int status, const std::string& sentence) {
     e.size = sizeof e;
     e.type = KD_EVENT_LOAD;
     e.status = status;
-    e.weights_generation = weights_generation_;
+    e.weights_generation = resident_ ? resident_->info.weights_generation : 0;
     // Whoever has left so many ends of loads unread does not read them: kd_load_wait is enough.
     if (ring_.unpolled(load_place()) < kUnpolledLoads) ring_.push(e, {}, load_place());
     show();
@@ -227,20 +239,36 @@ void Engine::finish_load(int status, const std::string& sentence) {
 void Engine::load_wait(uint32_t timeout_ms) {
     check_alive();
     std::unique_lock lock(state_mutex_);
-    if (!state_changed_.wait_for(lock, std::chrono::milliseconds(timeout_ms), [&] { return !loading_ || fatal_; }))
+    const auto over = [&] { return !loading_ || fatal_ || (held_ && !accepted_ && !progress_->cancelled()); };
+    if (!state_changed_.wait_for(lock, std::chrono::milliseconds(timeout_ms), over))
         fail(KD_E_TIMEOUT, "the load has not ended within %u ms: %llu of %llu bytes are read", timeout_ms,
              static_cast<unsigned long long>(progress_->bytes_done),
              static_cast<unsigned long long>(progress_->bytes_total));
     if (fatal_) throw Error(KD_E_FATAL, fatal_sentence_);
-    if (load_status_ != KD_OK) throw Error(load_status_, load_sentence_);
+    if (!loading_ && load_status_ != KD_OK) throw Error(load_status_, load_sentence_);
 }
 
 void Engine::load_cancel() {
     check_alive();
     std::lock_guard lock(state_mutex_);
     if (!loading_) fail(KD_E_STATE, "no load is under way");
+    if (taken_) fail(KD_E_STATE, "the load has just come to its end: it is too late to cancel it");
+    cancel_load();
+}
+
+// With state_mutex_ held.
+void Engine::cancel_load() {
     progress_->cancel();
-    post([] {});  // it may be waiting for requests to end
+    cancelled_ = true;
+    state_changed_.notify_all();  // it may hold its model
+    post([] {});                  // or be waiting for requests to end
+}
+
+// From here on the load succeeds: whoever cancels later is told so. Throws if somebody has cancelled.
+void Engine::pass_cancelling() {
+    std::lock_guard lock(state_mutex_);
+    if (progress_->cancelled()) fail(KD_E_CANCELLED, "the load was cancelled");
+    taken_ = true;
 }
 
 kd_progress Engine::load_progress() {

@@ -403,8 +403,8 @@ void Engine::latch(const std::string& sentence) {
     {
         std::lock_guard lock(state_mutex_);
         fatal_sentence_ = "the engine has failed: " + sentence + "; close it and open it again";
+        fatal_ = true;
     }
-    fatal_ = true;
     state_changed_.notify_all();
     end_all(KD_E_FATAL);
     kd_event e{};

@@ -29,7 +29,7 @@ constexpr int kRopeMargin = KD_MAX_DEPTH;
 // load() ends in phase KD_LOAD_PREPARE: what comes after the weights, and KD_LOAD_DONE, is the caller's.
 class Progress {
   public:
-    static constexpr int kPhases = 6;           // of KD_LOAD_*
+    static constexpr int kPhases = KD_LOAD_PHASES;
     std::atomic<uint64_t> bytes_done{0};        // tensor bytes read
     std::atomic<uint64_t> bytes_total{0};       // 0 until all headers are read
     std::atomic<uint64_t> stop_at{UINT64_MAX};  // the load is given up once bytes_done has reached this

@@ -9,16 +9,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kd import structs
 from kd.event_stream import EventStream
+from kd.loads import Loads
 from kd.native import KdError, Library, constants, ffi, find_nccl, load_library, status_names
 from kd.structs import CODES, invalid
-from kd.text_side import read_text_side
+from kd.text_side import TextSide
 from kd.values import Completion, Event, ModelInfo, RequestOptions, Sampling
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Completion", "Engine", "Event", "EventStream", "ModelInfo", "RequestOptions", "Sampling"]
 
 _SLICE_S = 0.1  # Python sees signals, and close() its turn, between two calls of the library only
+_DROPPED: deque[Event] = deque(maxlen=0)
 _NOBODY = 0  # in Engine._queues: events that belong to no EventStream, for poll()
 
 # What a request's last event cannot say itself: it carries a status and no sentence.
@@ -41,7 +42,7 @@ _WHY = {
 }
 
 
-class Engine:
+class Engine(Loads):
     """An engine and at most one model. With `path`, the model is loaded before the constructor returns.
 
     Zeros mean the library's defaults (see kd_options in kd.h). device "cuda" without its library is an error. record: a
@@ -69,21 +70,15 @@ class Engine:
         draft: str | Path = "auto",
         library: str | Path | Library | None = None,
     ):
-        self._handle: Any = None
-        self._library = library if isinstance(library, Library) else load_library(device, library)
-        self._lib = self._library.lib
+        super().__init__(library if isinstance(library, Library) else load_library(device, library))
         if device == "cuda" and tp > 1:
             find_nccl()
-        self._changed = threading.Condition()  # guards everything below, and is notified when any of it changes
-        self._polling = False  # a thread is in kd_poll
-        self._calls = 0  # threads in any call of the library
-        self._closing = False
+        self._polling: int | None = None  # the thread that polls, while it is in a call
         self._flags: dict[int, int] = {}  # of running requests
         self._queues: dict[int, deque[Event]] = {_NOBODY: deque()}  # events not yet handed out, by EventStream
-        self._events = ffi.NULL
-        self._text_us = 0  # what reading tokenizer and template took
-        self._tokenizer: Tokenizer | None = None
-        self._chat: ChatTemplate | None = None
+        self._events = ffi.new("kd_event[]", 64)
+        self._batch: list[tuple[int, bool, Iterator[Event]]] = []  # read and not all handed out; see _hand_out()
+        self._ended: set[int] = set()  # requests whose end is in it
         options, keep = structs.options(
             tp=tp,
             threads=threads,
@@ -99,10 +94,8 @@ class Engine:
             share_devices=int(share_devices),
             record=record,
         )
-        out = ffi.new("kd_engine **")
-        self._check(self._lib.kd_open(out, options))
+        self._open(options)
         del keep  # the library has copied it
-        self._handle = out[0]
         if path is not None:
             try:
                 self.load(path, draft=draft)
@@ -110,143 +103,20 @@ class Engine:
                 self.close()
                 raise
 
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_handle", None) is not None:
-            try:
-                self.close()
-            except Exception:  # an object that is going away has nobody to tell
-                pass
-
     def __repr__(self) -> str:
         return f"<kd.Engine {self._library.path.name} {'closed' if self._handle is None else 'open'}>"
 
-    def close(self) -> None:
-        """Cancel everything and free it. Waits for other threads' calls to end (a load is cancelled). Idempotent."""
-        with self._changed:
-            if self._handle is None or self._closing:
-                return
-            self._closing = True
-            self._lib.kd_load_cancel(self._handle)
-            while self._calls:
-                self._changed.wait()
-            handle, self._handle = self._handle, None
-            self._changed.notify_all()
-        self._check(self._lib.kd_close(handle))
-
-    @property
-    def library(self) -> Library:
-        """The loaded library: its path, version and build information."""
-        return self._library
-
     # ---- model -------------------------------------------------------------------------------------------------------
-
-    def load(
-        self,
-        path: str | Path,
-        *,
-        draft: str | Path = "auto",
-        wait: bool = True,
-        progress: Callable[[dict], None] | None = None,
-        replace: bool = False,
-        follow_links: bool = False,
-    ) -> None:
-        """Load a model folder, or a packed one. draft: "auto" (<path>/draft if there is one), "none", or a folder.
-
-        progress: called with `load_progress()` about every 50 ms while waiting, and at the end. An exception in it, or
-        Ctrl-C, cancels the load and comes out of here once the memory is back. wait=False returns at once. The end
-        also comes as a "load" event. replace: a loaded model serves on until this one can take its place, and finishes
-        its requests; needs wait. follow_links: symbolic links in the folder may lead elsewhere.
-        """
-        if replace and not wait:
-            raise invalid("replace needs wait: the tokenizer changes with the model")
-        folder = structs.path(path)
-        began = time.monotonic()
-        tokenizer, chat = read_text_side(Path(path), follow_links)
-        options, keep = structs.load_options(draft, tokenizer, replace, follow_links)
-        text_us = int((time.monotonic() - began) * 1e6)
-        with self._call() as handle:
-            self._check(self._lib.kd_load(handle, folder, options))
-            self._text_us = text_us
-            if not replace:
-                self._tokenizer, self._chat = tokenizer, chat
-        del keep
-        if wait:
-            self._wait_for_load(progress)
-            self._tokenizer, self._chat = tokenizer, chat
-
-    def save(self, folder: str | Path, progress: Callable[[dict], None] | None = None) -> None:
-        """Write the loaded model as packed files, one a rank, into a folder that is there. `kd.convert` makes a whole
-        model folder of it. progress, exceptions and Ctrl-C as for `load()`."""
-        with self._call() as handle:
-            self._check(self._lib.kd_save(handle, structs.path(folder)))
-            self._text_us = 0
-        self._wait_for_load(progress)
-
-    def _wait_for_load(self, progress: Callable[[dict], None] | None) -> None:
-        # One call of the library at a time, so that close() in another thread, or in `progress`, gets its turn.
-        try:
-            while not self._load_ended(50):
-                if progress is not None:
-                    progress(self.load_progress())
-            if progress is not None:
-                progress(self.load_progress())
-        except KdError as error:
-            if error.name not in ("KD_E_STATE", "KD_E_FORKED"):  # closed meanwhile: there is nothing to cancel
-                self._cancel_load()
-            raise
-        except BaseException:
-            self._cancel_load()
-            raise
-
-    def _load_ended(self, timeout_ms: int) -> bool:
-        with self._call() as handle:
-            rc = self._lib.kd_load_wait(handle, timeout_ms)
-            if rc == CODES["KD_E_TIMEOUT"]:
-                return False
-            self._check(rc)
-            return True
-
-    def _cancel_load(self) -> None:
-        """And wait until its memory is back."""
-        try:
-            with self._call() as handle:
-                self._lib.kd_load_cancel(handle)
-            while not self._load_ended(1000):
-                pass
-        except KdError:
-            pass  # KD_E_CANCELLED, or why it had ended before
-
-    def load_progress(self) -> dict[str, Any]:
-        """{"phase": "open"|"read"|"prepare"|"swap"|"done" ("write" of a save), "bytes_done", "bytes_total", "elapsed_us",
-        "phases": {phase: us}} of the load under way or the last one."""
-        progress = structs.progress(self._filled("kd_progress", self._lib.kd_load_progress))
-        progress["elapsed_us"] += self._text_us
-        progress["phases"] = ({"text": self._text_us} if self._text_us else {}) | progress["phases"]
-        return progress
-
-    def load_cancel(self) -> None:
-        """Stop a load under way; `load()` then raises KD_E_CANCELLED."""
-        with self._call() as handle:
-            self._check(self._lib.kd_load_cancel(handle))
 
     def unload(self) -> int:
         """Cancel all requests and free the model. Returns the bytes that the process gave back."""
         freed = ffi.new("uint64_t *")
-        with self._call() as handle:
-            self._check(self._lib.kd_unload(handle, freed))
-            self._tokenizer = self._chat = None
+        self._check(self._ask(self._lib.kd_unload, freed))
         return freed[0]
 
     def drain(self, on: bool = True) -> None:
         """Refuse new requests, or admit them again; running and waiting ones go on."""
-        with self._call() as handle:
-            self._check(self._lib.kd_drain(handle, 1 if on else 0))
+        self._check(self._ask(self._lib.kd_drain, 1 if on else 0))
 
     @property
     def info(self) -> ModelInfo:
@@ -265,33 +135,38 @@ class Engine:
     @property
     def tokenizer(self) -> Tokenizer | None:
         """Of the loaded folder; None if that has no tiktoken.model: then requests are token ids only."""
-        return self._tokenizer
+        return self.text_side().tokenizer
 
     @property
     def chat(self) -> ChatTemplate | None:
         """The loaded folder's chat template, or None."""
-        return self._chat
+        return self.text_side().chat
+
+    def text_side(self) -> TextSide:
+        """Tokenizer and chat template together, of the model that new requests run on, with an id for `text_id`: a model may
+        be replaced between encoding and `submit()`."""
+        return self._sides.get(self._text_id(), TextSide())
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def submit(self, tokens: Sequence[int], *, max_tokens: int, **options: Any) -> int:
         """Queue a request and return its id; its events come out of `poll()`. options: fields of `RequestOptions`."""
-        return self._submit(False, tokens, max_tokens=max_tokens, **options)
+        out = ffi.new("uint64_t *")
+        self._submit(out, False, tokens, max_tokens=max_tokens, **options)
+        return out[0]
 
     def cancel(self, id: int) -> str:
         """Returns "cancelled" (the request's last event will say so), "already_done" or "not_found"."""
-        with self._call() as handle:
-            rc = self._lib.kd_cancel(handle, structs.request_id(id))
-            if rc in (CODES["KD_E_DONE"], CODES["KD_E_NOT_FOUND"]):
-                return "already_done" if rc == CODES["KD_E_DONE"] else "not_found"
-            self._check(rc)
+        rc = self._ask(self._lib.kd_cancel, structs.request_id(id))
+        if rc in (CODES["KD_E_DONE"], CODES["KD_E_NOT_FOUND"]):
+            return "already_done" if rc == CODES["KD_E_DONE"] else "not_found"
+        self._check(rc)
         return "cancelled"
 
     def credit(self, id: int, n: int) -> None:
         """Let a request produce n more events. KdError KD_E_NOT_FOUND for one there never was."""
-        with self._call() as handle:
-            n = structs.integer("n", n, 0, 1 << 32)
-            self._check(self._lib.kd_request_credit(handle, structs.request_id(id), n))
+        n = structs.integer("n", n, 0, 1 << 32)
+        self._check(self._ask(self._lib.kd_request_credit, structs.request_id(id), n))
 
     def poll(self, timeout_ms: int = 0, capacity: int = 64) -> list[Event]:
         """Up to `capacity` events, oldest first; waits up to timeout_ms for the first one."""
@@ -301,8 +176,7 @@ class Engine:
     @property
     def event_fd(self) -> int:
         """A file descriptor that is readable while events wait in the library; never read it."""
-        with self._call() as handle:
-            return self._check(self._lib.kd_event_fd(handle))
+        return self._check(self._ask(self._lib.kd_event_fd))
 
     # ---- tree builders -----------------------------------------------------------------------------------------------
 
@@ -310,8 +184,7 @@ class Engine:
         """[{"name", "description", "in_force", "budget", "streams"}]."""
         infos = ffi.new("kd_builder_info[]", constants["KD_MAX_BUILDERS"])
         infos[0].size = ffi.sizeof("kd_builder_info")
-        with self._call() as handle:
-            n = self._check(self._lib.kd_builder_list(handle, infos, len(infos)))
+        n = self._check(self._ask(self._lib.kd_builder_list, infos, len(infos)))
         return [structs.builder_info(info) for info in infos[0:n]]
 
     def use_builder(self, name: str, budget: int = 0, id: int = 0) -> int:
@@ -319,8 +192,7 @@ class Engine:
         builder's default. Returns the generation that events of those rounds carry."""
         generation = ffi.new("uint64_t *")
         nodes = structs.integer("budget", budget, -(1 << 31), 1 << 31)
-        with self._call() as handle:
-            self._check(self._lib.kd_builder_use(handle, structs.text(name), nodes, structs.request_id(id), generation))
+        self._check(self._ask(self._lib.kd_builder_use, structs.text(name), nodes, structs.request_id(id), generation))
         return generation[0]
 
     # ---- conveniences ------------------------------------------------------------------------------------------------
@@ -332,19 +204,26 @@ class Engine:
         tokens = structs.token_ids("ids", ids)
         logits = numpy.empty((len(tokens), self.info.vocab_size), numpy.float32)
         out = ffi.from_buffer("float[]", logits, require_writable=True)
-        with self._call() as handle:
-            self._check(self._lib.kd_score(handle, structs.pointer(tokens), len(tokens), out))
+        self._check(self._ask(self._lib.kd_score, structs.pointer(tokens), len(tokens), out))
         return logits
 
     def stream(self, prompt: str | Sequence[int], *, max_tokens: int = 128, **options: Any) -> EventStream:
         """Submit now and iterate over the request's events, the end included. Closing the iterator, or dropping it,
         cancels the request. options: as `submit()`."""
         if isinstance(prompt, str):
-            if self._tokenizer is None:
+            side = self.text_side()
+            if side.tokenizer is None:
                 raise invalid("this model folder has no tiktoken.model; give the prompt as token ids")
-            prompt = self._tokenizer.encode(prompt)
-        id = self._submit(True, prompt, max_tokens=max_tokens, **options)
-        return EventStream(self, id, options.get("credit", 0))
+            prompt = side.tokenizer.encode(prompt)
+            options = {"text_id": side.id} | options
+        out = ffi.new("uint64_t *")
+        try:
+            self._submit(out, True, prompt, max_tokens=max_tokens, **options)
+            return EventStream(self, out[0], options.get("credit", 0))
+        except BaseException:
+            if out[0]:
+                self._abandon(out[0])
+            raise
 
     def generate(self, prompt: str | Sequence[int], *, max_tokens: int = 128, **options: Any) -> Completion:
         """Run one request to its end. options: as `submit()`. A request that ends in an error raises KdError."""
@@ -373,46 +252,19 @@ class Engine:
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
-    def _check(self, rc: int) -> int:
-        return self._library.check(rc)
-
-    @contextmanager
-    def _call(self) -> Iterator[Any]:
-        """The handle, held open against close() while the caller is in the library."""
-        with self._changed:
-            if self._handle is None or self._closing:
-                raise structs.failure("KD_E_STATE", "this engine is closed; open another one")
-            self._calls += 1
-            handle = self._handle
-        try:
-            yield handle
-        finally:
-            with self._changed:
-                self._calls -= 1
-                if self._closing:
-                    self._changed.notify_all()
-
-    def _filled(self, name: str, function: Any) -> Any:
-        out = structs.new(name)
-        with self._call() as handle:
-            self._check(function(handle, out))
-        return out
-
-    def _submit(self, own: bool, tokens: Sequence[int], **options: Any) -> int:
-        """own: the events go to an EventStream, not to poll()."""
+    def _submit(self, out: Any, own: bool, tokens: Sequence[int], **options: Any) -> None:
+        """out: gets the id. own: the events go to an EventStream, not to poll()."""
         request, keep = structs.request(tokens, RequestOptions(**options))
-        out = ffi.new("uint64_t *")
-        with self._call() as handle, self._changed:  # no event is handed out before its request is known here
-            self._check(self._lib.kd_submit(handle, request, out))
+        with self._calls.mine(), self._lock:  # no event is handed out before its request is known here
+            self._check(self._ask(self._lib.kd_submit, request, out))
             self._flags[out[0]] = request.flags
             if own:
                 self._queues[out[0]] = deque()
         del keep
-        return out[0]
 
     def _forget(self, id: int) -> None:
         """Nobody will read this EventStream's queue again; what still comes is thrown away."""
-        with self._changed:
+        with self._lock:
             if id in self._flags:  # its end has not come yet
                 self._queues[id] = deque(maxlen=0)
             else:
@@ -427,48 +279,70 @@ class Engine:
         """Up to `most` events of a queue; waits for the first one until monotonic time `end`. Polls the library unless
         another thread does. With `end` in the past the library is still asked once."""
         asked = False
+        me = threading.get_ident()
+        within = self._calls.busy(
+            me
+        )  # in a signal handler that came while this thread was in a call: that one is to end
         while True:
-            with self._changed:
-                if queue := self._queues.get(owner):
-                    return [queue.popleft() for _ in range(min(most, len(queue)))]
-                left = end - time.monotonic()
-                if left <= 0 and (asked or self._polling):
-                    return []
-                if self._closing or self._handle is None:
-                    raise structs.failure("KD_E_STATE", "this engine is closed; open another one")
-                if self._polling:
-                    self._changed.wait(min(left, _SLICE_S))
-                    continue
-                self._polling = True
-            try:
-                self._poll_library(max(0.0, min(left, _SLICE_S)), most)
-            finally:
-                with self._changed:
-                    self._polling = False
-                    self._changed.notify_all()
+            with self._calls.mine():
+                with self._lock:
+                    if queue := self._queues.get(owner):
+                        return [queue.popleft() for _ in range(min(most, len(queue)))]
+                    left = end - time.monotonic()
+                    # A thread that an interrupt took away before it could say so polls no more: it is in no call.
+                    polled = within or (self._polling not in (None, me) and self._calls.busy(self._polling))
+                    if left <= 0 and (asked or polled):
+                        return []
+                    self._check_open()
+                    if polled:
+                        self._changed.wait(min(left, _SLICE_S))
+                        continue
+                    self._polling = me
+                try:
+                    self._poll_library(max(0.0, min(left, _SLICE_S)), most)
+                finally:
+                    with self._lock:
+                        self._polling = None
+                        self._changed.notify_all()
             asked = True
 
     def _poll_library(self, timeout_s: float, capacity: int) -> None:
         """Hands out what the library has. Only the thread that set `_polling` is in here."""
+        with self._lock:
+            self._hand_out()  # what an interrupt has left
         capacity = max(capacity, 64)
-        if self._events == ffi.NULL or len(self._events) < capacity:
+        if len(self._events) < capacity:
             self._events = ffi.new("kd_event[]", capacity)
-        events = self._events
-        events[0].size = structs.EVENT_BYTES
-        with self._call() as handle:
-            n = self._check(self._lib.kd_poll(handle, events, capacity, int(timeout_s * 1000)))
-            with self._changed:
-                for i in range(n):
-                    self._hand_out(structs.event(events[i], self._flags.get(events[i].id, 0)))
+        self._events[0].size = structs.EVENT_BYTES
+        if self._check(self._ask(self._lib.kd_poll, self._events, capacity, int(timeout_s * 1000))):
+            with self._lock:
+                self._hand_out()
 
-    def _hand_out(self, event: Event) -> None:
-        queue = self._queues.get(event.id, self._queues[_NOBODY])
-        queue.append(event)
-        if event.type == "end":
-            self._flags.pop(event.id, None)
-            if queue.maxlen == 0:  # of an EventStream that is gone
-                del self._queues[event.id]
-        elif event.type == "fatal":
-            for other in self._queues.values():
-                if other is not queue:
-                    other.append(event)
+    def _hand_out(self) -> None:
+        """The events of the array to their queues. An interrupt may come between any two lines: what was done can then be seen,
+        and the rest is done the next time. An event stays in the array (type 0: none) until it is in `_batch`, and an
+        iterator gives it to its queue once, in one step of the interpreter."""
+        if not self._batch:
+            found: dict[int, list[Event]] = {}
+            for i in range(len(self._events)):
+                if self._events[i].type == 0:
+                    break
+                event = structs.event(self._events[i], self._flags.get(self._events[i].id, 0))
+                own = event.id if event.id in self._queues else _NOBODY
+                for owner in self._queues if event.type == "fatal" else [own]:
+                    found.setdefault(owner, []).append(event)
+            self._batch = [(owner, of[-1].type == "end", iter(of)) for owner, of in found.items()]
+            self._ended = {event.id for of in found.values() for event in of if event.type == "end"}
+        ffi.memmove(self._events, bytes(ffi.sizeof(self._events)), ffi.sizeof(self._events))
+        for owner, last, events in self._batch:
+            self._queues.get(owner, _DROPPED).extend(events)
+            if last and self._queues.get(owner, _DROPPED).maxlen == 0:  # of an EventStream that is gone
+                self._queues.pop(owner, None)
+        for id in self._ended:
+            self._flags.pop(id, None)
+        self._batch = []
+
+    def _has_ended(self, id: int) -> bool:
+        """Whether nothing is left to be read of an EventStream's request, even if an interrupt took its end away."""
+        with self._lock:
+            return id not in self._flags and not self._queues.get(id)

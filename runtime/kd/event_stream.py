@@ -11,6 +11,7 @@ from kd.values import Event
 if TYPE_CHECKING:
     from kd.engine import Engine
 
+LOOK_S = 0.5  # an interrupt may have taken the end that is waited for
 CREDIT = 256  # what the library gives a request that asks for 0
 
 
@@ -31,8 +32,10 @@ class EventStream:
     def __next__(self) -> Event:
         if self._ended:
             raise StopIteration
-        while not (found := self._engine._wait(self.id, 1, time.monotonic() + 3600)):
-            pass
+        while not (found := self._engine._wait(self.id, 1, time.monotonic() + LOOK_S)):
+            if self._engine._has_ended(self.id):
+                self._forget()
+                raise StopIteration
         event = found[0]
         if event.type in ("end", "fatal"):
             self._forget()

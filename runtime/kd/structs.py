@@ -14,7 +14,7 @@ from kd.native import KdError, constants, ffi, status_names
 from kd.values import Event, ModelInfo, RequestOptions, Sampling
 
 if TYPE_CHECKING:
-    from kd.tokenizer import Tokenizer
+    from kd.text_side import TextSide
 
 CODES = {name: code for code, name in status_names.items()}
 EVENT_BYTES = ffi.sizeof("kd_event")
@@ -26,7 +26,7 @@ def _words(prefix: str, *names: str) -> dict[int, str]:
 
 EVENT_TYPES = _words("KD_EVENT_", "tokens", "end", "load", "fatal")
 FINISH: dict[int, str | None] = {0: None, **_words("KD_FINISH_", "stop", "length", "cancelled", "error")}
-PHASES = _words("KD_LOAD_", "open", "read", "prepare", "done", "swap", "write")
+PHASES = _words("KD_LOAD_", "open", "read", "prepare", "warm", "swap", "done", "write")
 STATES = _words("KD_STATE_", "empty", "loading", "ready", "draining", "fatal")
 ISAS = {name: code for code, name in _words("KD_ISA_", "auto", "plain", "avx2", "avx512").items()}
 
@@ -122,11 +122,12 @@ def options(*, isa: str, prefix_cache: bool, record: str | Path | None = None, *
 
 
 def load_options(
-    draft: str | Path, tokenizer: Tokenizer | None, replace: bool = False, follow_links: bool = False
+    draft: str | Path, side: TextSide | None, replace: bool = False, follow_links: bool = False, hold: bool = False
 ) -> tuple[Any, list[Any]]:
     """kd_load_options."""
     struct = new("kd_load_options")
     struct.flags = constants["KD_LOAD_REPLACE"] * replace | constants["KD_LOAD_FOLLOW_LINKS"] * follow_links
+    struct.flags |= constants["KD_LOAD_HOLD"] * hold
     keep: list[Any] = []
     if draft == "none":
         struct.draft = 1
@@ -134,8 +135,9 @@ def load_options(
         struct.draft = 2
         keep.append(ffi.new("char[]", path(draft)))
         struct.draft_path = keep[-1]
-    if tokenizer is not None:
-        blob, ends = tokenizer.token_bytes()
+    struct.text_id = side.id if side else 0
+    if side and side.tokenizer is not None:
+        blob, ends = side.token_bytes
         keep += [ffi.new("uint8_t[]", blob or b"\0"), ffi.new("uint32_t[]", ends)]
         struct.token_bytes, struct.token_ends, struct.n_tokens = keep[-2], keep[-1], len(ends)
     return struct, keep
@@ -148,7 +150,7 @@ def request(tokens: Sequence[int], o: RequestOptions) -> tuple[Any, list[Any]]:
     keep: list[Any] = [prompt, stops]
     struct = new("kd_request")
     struct.tokens, struct.n_tokens = pointer(prompt), len(prompt)
-    put(struct, max_tokens=o.max_tokens, credit=o.credit, user=o.user, budget=o.budget)
+    put(struct, max_tokens=o.max_tokens, credit=o.credit, user=o.user, budget=o.budget, text_id=o.text_id)
     for name in ("temperature", "top_p", "min_p", "top_k", "seed", "choice"):
         put(struct, **{name: getattr(sampling, name)})
     flags = HASH_LOGITS * bool(o.hash_logits) | LOGPROBS * bool(o.logprobs) | COLD * bool(o.cold)

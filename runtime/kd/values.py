@@ -55,6 +55,7 @@ class RequestOptions:
     builder: str | None = None  # its own tree builder, and
     budget: int = 0  # that one's budget; 0 = the builder's default
     user: int = 0  # comes back in every event
+    text_id: int = 0  # `Engine.text_side().id` of when the tokens were made: no other vocabulary gets them; 0: any may
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class ModelInfo:
     content_hash: int
     weights_generation: int
     target_hash: int  # content_hash without the drafter
+    text_id: int
 
 
 @dataclass(frozen=True, slots=True)
