@@ -88,6 +88,36 @@ class FakeChat:
         return list("".join(f"{m['role']}:{m['content']}\n" for m in messages).encode())
 
 
+class FakeHeld:
+    """A double of kd.held.HeldModel."""
+
+    tokenizer, chat = FakeTokenizer(), FakeChat()
+
+    def __init__(self, engine):
+        self.engine, self.accepted, self.info = engine, False, engine.model_info()
+
+    def decode(self, tokens, *, max_tokens, builder="none", budget=0, hash_logits=False, ignore_eos=False):
+        engine, made, began = self.engine, [], time.monotonic()
+        while len(made) < max_tokens:
+            if engine.cancel_load.is_set():
+                raise KdError(-26, "KD_E_CANCELLED", "the load was cancelled")
+            time.sleep(engine.token_delay_s + engine.tree_delay_s * (builder != "none"))
+            first = not made
+            if first:
+                began = time.monotonic()
+            n = min(1 if first or builder == "none" else engine.per_round, max_tokens - len(made))
+            made += [token_at(tokens, len(made) + i) for i in range(n)]
+            if builder == engine.diverge and not first:
+                made[-1] = 97
+        hashes = [hash_at(tokens, i) for i in range(max_tokens)] if hash_logits else []
+        return SimpleNamespace(tokens=made, hashes=hashes, seconds=time.monotonic() - began)
+
+    def accept(self, builder=None, budget=0):
+        self.accepted = True
+        if builder is not None:
+            self.engine.use_builder(builder, budget)
+
+
 class FakeEngine:
     def __init__(
         self,
@@ -96,6 +126,7 @@ class FakeEngine:
         token_delay_s=0.0,
         tree_delay_s=0.0,
         load_s=0.0,
+        next_load_s=None,
         load_error=None,
         hang_file="",
         per_round=2,
@@ -107,6 +138,7 @@ class FakeEngine:
     ):
         self.options = options
         self.token_delay_s, self.load_s, self.load_error, self.per_round = token_delay_s, load_s, load_error, per_round
+        self.next_load_s = next_load_s  # what a load takes after the first
         self.tree_delay_s = tree_delay_s  # what a round with trees takes longer
         self.hang_file = hang_file  # while it exists a load hangs and cannot be cancelled
         self.diverge = diverge  # a builder that is not lossless
@@ -122,7 +154,7 @@ class FakeEngine:
         self.next_id, self.state, self.model, self.drained, self.fatal_status = 0, 0, None, False, 0
         self.builder, self.budget, self.generation = "heap", 8, 1
         self.counts = collections.Counter()
-        self.turns, self.last_turn_us, self.loading = 0, 0, None
+        self.turns, self.last_turn_us, self.loading, self.loads = 0, 0, None, 0
         self.cancel_load, self.closed = threading.Event(), False
         self.thread = threading.Thread(target=self._run, name="fake-engine", daemon=True)
         self.thread.start()
@@ -153,8 +185,9 @@ class FakeEngine:
             raise KdError(-90, "KD_E_FATAL", self.fatal_why)
 
     # -- model
-    def load(self, path, *, draft="auto", wait=True, progress=None, replace=False, follow_links=False):
+    def load(self, path, *, draft="auto", wait=True, progress=None, replace=False, follow_links=False, check=None):
         self._check()
+        self.loads += 1
         if self.model and not replace:
             raise KdError(-27, "KD_E_EXISTS", "a model is loaded: unload it first")
         while os.path.exists(self.hang_file):
@@ -164,20 +197,33 @@ class FakeEngine:
         end = self.loading + self.load_s
         while time.monotonic() < end:
             if self.cancel_load.wait(0.01):
-                self.state, self.loading = 0, None
+                self.state, self.loading = 2 if self.model else 0, None
                 raise KdError(-26, "KD_E_CANCELLED", "the load was cancelled")
             if progress:
                 progress(self.load_progress())
         if self.load_error or str(path).endswith("missing"):
-            self.state, self.loading = 0, None
+            self.state, self.loading = 2 if self.model else 0, None
             raise self.load_error or KdError(-61, "KD_E_IO", f"{path}: no such model folder")
+        if check:
+            try:
+                held = FakeHeld(self)
+                check(held)
+                if not held.accepted:
+                    held.accept()
+            except BaseException:
+                self.state, self.loading = 2 if self.model else 0, None
+                raise
         self.counts["loads"] += 1
+        if self.next_load_s is not None:
+            self.load_s = self.next_load_s
         self.model, self.state = str(path), 2
 
     def load_progress(self):
         total = 1000
-        if self.model:
-            return {"phase": "done", "bytes_done": total, "bytes_total": total, "elapsed_us": int(self.load_s * 1e6)}
+        if self.model and self.state != 1:
+            us = int(self.load_s * 1e6)
+            about = {"phase": "done", "bytes_done": total, "bytes_total": total, "elapsed_us": us}
+            return about | {"phases": {"read": us}, "load": self.loads}
         elapsed = time.monotonic() - self.loading if self.loading else 0.0
         done = int(total * min(1.0, elapsed / self.load_s)) if self.load_s and self.loading else 0
         return {
@@ -185,6 +231,8 @@ class FakeEngine:
             "bytes_done": done,
             "bytes_total": total,
             "elapsed_us": int(elapsed * 1e6),
+            "phases": {"read": int(elapsed * 1e6)},
+            "load": self.loads,
         }
 
     def load_cancel(self):
@@ -210,6 +258,10 @@ class FakeEngine:
     def info(self):
         if not self.model:
             raise KdError(-20, "KD_E_STATE", "no model is loaded")
+        return self.model_info()
+
+    @staticmethod
+    def model_info():
         return SimpleNamespace(
             vocab_size=VOCAB,
             max_positions=4096,
@@ -229,6 +281,7 @@ class FakeEngine:
             kv_tokens=8192,
             content_hash=0xABCDEF,
             target_hash=0xABCDEF,
+            skipped_tensors=0,
             weights_generation=1,
         )
 
@@ -275,6 +328,9 @@ class FakeEngine:
     def chat(self):
         return FakeChat() if self.model else None
 
+    def text_side(self):
+        return SimpleNamespace(tokenizer=self.tokenizer, chat=self.chat, id=1 if self.model else 0)
+
     # -- requests
     def submit(
         self,
@@ -292,6 +348,7 @@ class FakeEngine:
         builder=None,
         budget=0,
         user=0,
+        text_id=0,
     ):
         self._check()
         if not self.model:

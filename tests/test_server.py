@@ -400,7 +400,9 @@ def test_detokenize_gives_no_text_that_a_reply_cannot_hold(piece, fits):
     from kd import protocol, verbs
 
     tokenizer = SimpleNamespace(n_vocab=1, decode_bytes=lambda ids: piece * len(ids))
-    daemon = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer), model_path="/m")
+    daemon = SimpleNamespace(
+        engine=SimpleNamespace(text_side=lambda: SimpleNamespace(tokenizer=tokenizer)), model_path="/m"
+    )
     body = {"tokens": [0] * wire.MAX_DETOKENIZE}
     if fits:
         kind, reply = verbs.detokenize(daemon, body)

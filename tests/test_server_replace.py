@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
 import signal
 import threading
 from pathlib import Path
 
 import pytest
-from daemons import starter, until
+from daemons import Raw, starter, until
 from fake_model import SMALL3, write_model
+from load_moments import Asking, answers, write_golden, write_pair
 
 from kd.client import KdClientError
 
@@ -102,3 +106,125 @@ def test_links_are_followed_where_the_configuration_says_so(start, folders, tmp_
     daemon = start(None, "--set", "model.follow_links=true", real=True, model=linked)
     with daemon.client() as client:
         assert client.generate(PROMPT, max_tokens=8, ignore_eos=True).finish == "length"
+
+
+# ---- nothing takes over that has not been checked
+
+
+WRONG = {
+    "content_hash": {"content_hash": "0123456789abcdef"},
+    "tokens": {"tokens": [1, 2, 3, 4]},
+    "files": {"files": {"tiktoken.model": hashlib.sha256(b"another").hexdigest()}},
+    "not understood": {"tokens": "x"},
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory, nano) -> tuple[Path, Path]:
+    return write_pair(tmp_path_factory.mktemp("pair"), nano)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_replacement_that_is_not_what_golden_json_says(start, pair, library, tmp_path, wrong):
+    """It is refused before it takes over: not one request is answered by it."""
+    bad = shutil.copytree(pair[1], tmp_path / "bad")
+    write_golden(library, bad, **WRONG[wrong])
+    known = answers(library, pair[0])
+    daemon = start(real=True, model=pair[0])
+    with daemon.client(timeout_s=60) as client, Asking(daemon, [known]) as asking:
+        until(lambda: asking.answered)
+        with pytest.raises(KdClientError) as caught:
+            client.load(str(bad), replace=True)
+        assert caught.value.name == "MODEL" and "golden.json" in caught.value.message
+        asked = asking.answered
+        until(lambda: asking.answered > asked + 1)
+        status = client.status()
+        assert status["ready"] and status["model"]["path"] == str(pair[0]) and not status["load"]["under_way"]
+    assert not asking.wrong
+    assert '"state warming"' not in daemon.log().partition('"replaces": "/')[2]  # it was ready all the time
+
+
+def test_draining_while_a_replacement_is_checked(start, folders):
+    daemon = start(real=True, model=folders[0])
+    with daemon.client(timeout_s=60) as client:
+        stream = client.stream(PROMPT, max_tokens=900, ignore_eos=True, credit=1)
+        next(iter(stream))
+        states: list[str] = []
+
+        def load() -> None:
+            with daemon.client(timeout_s=60) as other:
+                states.append(other.load(str(folders[1]), replace=True)["state"])
+
+        loading = threading.Thread(target=load)
+        loading.start()
+        until(lambda: client.status()["load"]["under_way"])
+        assert client.drain() == "draining"
+        until(lambda: client.status()["load"]["phase"] == "swap")  # the only one this daemon ever came to
+        stream.close()
+        loading.join(30)
+        assert states == ["draining"]  # it took over, and nobody is admitted
+        with pytest.raises(KdClientError) as caught:
+            client.generate(PROMPT, max_tokens=4)
+        assert caught.value.name == "DRAINING"
+        assert client.drain(False) == "ready" and client.status()["model"]["path"] == str(folders[1])
+        assert client.generate(PROMPT, max_tokens=4, ignore_eos=True).finish == "length"
+
+
+def test_a_cancel_right_behind_the_load(start, pair):
+    """While the tokenizer is read, or before."""
+    daemon = start(real=True, model=pair[0])
+    with daemon.client(timeout_s=60) as client, Raw(f"ipc://{daemon.socket('control')}") as raw:
+        for _ in range(20):
+            load, cancel, other = (os.urandom(16) for _ in range(3))
+            raw.ask("LOAD", load, {"path": str(pair[1]), "replace": True})
+            raw.ask("LOAD_CANCEL", other, {"load": other})
+            raw.ask("LOAD_CANCEL", cancel, {"load": load})
+            answers = {}
+            while len(answers) < 3:
+                kind, about, body = raw.get()
+                if kind != "PROGRESS":
+                    answers[about] = body.get("name", kind)
+            assert answers == {load: "CANCELLED", cancel: "DONE", other: "STATE"}
+            until(lambda: not client.status()["load"]["under_way"])
+            assert client.status()["model"]["path"] == str(pair[0])
+        assert client.load(str(pair[1]), replace=True)["model"]["path"] == str(pair[1])
+
+
+def test_the_first_progress_is_of_this_load(start, pair):
+    daemon = start(real=True, model=pair[0])
+    with Raw(f"ipc://{daemon.socket('control')}") as raw:
+        for i in range(6):
+            ident = os.urandom(16)
+            raw.ask("LOAD", ident, {"path": str(pair[1 - i % 2]), "replace": True})
+            seen = []
+            while not seen or seen[-1][0] not in ("DONE", "ERROR"):
+                kind, about, body = raw.get()
+                assert about == ident
+                seen.append((kind, body))
+            assert [kind for kind, _ in seen[:1] + seen[-1:]] == ["PROGRESS", "DONE"]
+            first = seen[0][1]
+            assert first["under_way"] and first["phase"] != "done" and first["elapsed_us"] < 20_000_000
+            order = ["open", "read", "prepare", "warm", "swap", "done"]
+            phases = [order.index(body["phase"]) for kind, body in seen if kind == "PROGRESS"]
+            assert phases == sorted(phases)
+
+
+def test_a_builder_is_measured_alone_or_not_at_all(start, pair, library):
+    daemon = start(real=True, model=pair[0], env={"KD_BUILDER_NAME": ""})
+    known = [answers(library, folder) for folder in pair]
+
+    def told(client) -> tuple:
+        status = client.status()
+        return status["daemon"]["builder_choice"], (status["stats"]["builder"], status["stats"]["builder_budget"])
+
+    with daemon.client(timeout_s=60) as client:
+        _, in_force = told(client)
+        with Asking(daemon, known) as asking:
+            until(lambda: asking.answered)
+            client.load(str(pair[1]), replace=True)
+        assert not asking.wrong
+        choice, now = told(client)
+        assert choice["measured"] == [] and "requests ran" in choice["reason"] and now == in_force
+        client.load(str(pair[0]), replace=True)
+        choice, now = told(client)
+        assert len(choice["measured"]) == 7 and now == (choice["builder"], choice["budget"])

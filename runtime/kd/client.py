@@ -228,11 +228,12 @@ class Client:
         until: Sequence[str],
         timeout_s: float | None = None,
         progress: Any = None,
+        ident: bytes | None = None,
     ) -> dict[str, Any]:
         """Send and wait for one of the types `until`; ERROR raises. Messages of open streams are kept for them.
 
         timeout_s counts from the last message about this call."""
-        ident = os.urandom(16)
+        ident = ident or os.urandom(16)
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         self._send(kind, ident, body, name)
         limit = time.monotonic() + timeout_s
@@ -401,15 +402,21 @@ class Client:
         follow_links: bool = False,
         progress: Any = None,
         timeout_s: float = 120.0,
+        wait: bool = True,
+        ident: bytes | None = None,
     ) -> dict[str, Any]:
         """Load a model folder of the daemon's machine. replace: in place of a loaded one, which serves until then and finishes
-        its requests. timeout_s: without any progress message."""
+        its requests. timeout_s: without any progress message. wait: until it is ready, else until it has begun; then the
+        answer may be its first progress. ident: what `load_cancel()` may name."""
         body: dict[str, Any] = {"path": os.path.abspath(path), "draft": draft}
         body |= {key: True for key, on in (("replace", replace), ("follow_links", follow_links)) if on}
-        return self._call("LOAD", body, "control", ["DONE"], timeout_s, progress)
+        until = ["DONE"] if wait else ["DONE", "PROGRESS"]
+        return self._call("LOAD", body, "control", until, timeout_s, progress, ident)
 
-    def load_cancel(self) -> None:
-        self._call("LOAD_CANCEL", {}, "control", ["DONE"])
+    def load_cancel(self, load: bytes | None = None) -> None:
+        """The load under way, or only the one with that `ident`, ends with CANCELLED, and a model that was to be replaced serves
+        on. STATE: there is none, or its model has taken over."""
+        self._call("LOAD_CANCEL", {"load": load} if load else {}, "control", ["DONE"])
 
     def unload(self, timeout_s: float = 60.0) -> int:
         """Bytes of memory given back."""

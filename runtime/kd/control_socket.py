@@ -16,7 +16,6 @@ import zmq
 
 from kd import notify, protocol, verbs, wire
 from kd.port import LINGER_MS, Port, Wake
-from kd.serve_socket import rows_of
 from kd.wire import ProtocolError
 
 if TYPE_CHECKING:
@@ -188,7 +187,7 @@ class ControlLoop:
         if kind == "CANCEL":
             return self.d.serve.cancel(body["request"], None)
         if kind == "PS":
-            return rows_of(self.d.hub.open_sessions())
+            return verbs.rows_of(self.d.hub.open_sessions())
         if kind == "LOAD":
             self._load(peer, ident, body)
             return None
@@ -206,6 +205,7 @@ class ControlLoop:
             raise ProtocolError("NOT_READY", "the daemon is still starting", retry_ms=500)
         self.d.loader.claim(body["replace"])
         self._loads.append((peer, ident))
+        self._progress = None
         how = (os.path.abspath(body["path"]), body["draft"], body["replace"], body["follow_links"])
         threading.Thread(target=self._run_load, args=how, name="kd-load", daemon=True).start()
 
@@ -261,6 +261,8 @@ class ControlLoop:
         if kind == "UNLOAD":
             return "DONE", {"freed_bytes": max(0, int(d.unload())), "state": d.state.name}
         if kind == "LOAD_CANCEL":
+            if body["load"] is not None and body["load"] not in [ident for _, ident in self._loads]:
+                raise ProtocolError("STATE", "no load with this id is under way")
             d.loader.cancel()
             return "DONE", {"state": d.state.name}
         if kind == "DRAIN":
@@ -273,8 +275,7 @@ class ControlLoop:
                 if not found:
                     raise ProtocolError("NOT_FOUND", "no running request has this id")
                 engine_id = found[0].engine_id
-            d.check_budget(body["budget"])
-            generation = d.engine.use_builder(body["name"], body["budget"], engine_id)
+            generation = d.use_builder(body["name"], body["budget"], engine_id)
             self.log.info(
                 "builder in force",
                 builder=body["name"],
@@ -283,8 +284,6 @@ class ControlLoop:
                 generation=generation,
             )
             if not engine_id:
-                d.wanted_builder = (body["name"], body["budget"])
-                d.loader.choice = None
                 self.call(self.publish, "state", {"builder": body["name"], "generation": generation})
             return "DONE", {"generation": generation}
         reply = verbs.common(d, "control", kind, body)

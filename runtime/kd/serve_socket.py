@@ -144,7 +144,7 @@ class ServeThread(threading.Thread):
         if kind == "CANCEL":
             return self.cancel(body["request"], peer)
         if kind == "PS":
-            return rows_of(self.hub.open_sessions(peer))
+            return verbs.rows_of(self.hub.open_sessions(peer))
         if kind == "TOKENIZE":
             self._enqueue((self._tokenize, peer, ident, body))
             return None
@@ -241,9 +241,9 @@ class ServeThread(threading.Thread):
         try:
             if session.cancelled:
                 raise ProtocolError(*(session.verdict or ("CANCELLED", "cancelled before it was accepted")))
-            tokens = body["tokens"]
+            tokens, session.text_id = body["tokens"], 0
             if tokens is None:
-                tokens = verbs.encode(self.d, body["prompt"], body["messages"], body["thinking"])
+                tokens, session.text_id = verbs.encode(self.d, body["prompt"], body["messages"], body["thinking"])
             if not tokens:
                 raise ProtocolError("BAD_FIELD", "the prompt is empty: it must give at least one token")
             session.prompt_tokens = len(tokens)
@@ -261,7 +261,7 @@ class ServeThread(threading.Thread):
                 sampling=sampling,
                 stop_ids=tuple(body["stop_ids"] or ()),
                 stop_strings=tuple(body["stop"] or ()),
-                credit=body["credit"],
+                credit=session.credit - session.extra_credit,
                 hash_logits=body["hash_logits"],
                 logprobs=body["logprobs"],
                 cold=body["cold"],
@@ -269,13 +269,28 @@ class ServeThread(threading.Thread):
                 builder=body["builder"],
                 budget=body["budget"],
                 user=session.user,
+                text_id=session.text_id,
             )
         except Exception as error:
-            self.call(self._refused, session, verbs.wire_error(error))
+            if self._outdated(session):
+                self._prepare(session)
+            else:
+                self.call(self._refused, session, verbs.wire_error(error))
             return
         self.call(self._submitted, session, ident)
 
+    def _outdated(self, session: Session) -> bool:
+        """Whether its text was encoded for a model that is no longer the one new requests run on, with other tokens."""
+        try:
+            return session.text_id not in (0, self.d.engine.text_side().id)
+        except Exception:
+            return False
+
     def _refused(self, session: Session, error: ProtocolError) -> None:
+        if session.accepted:  # and prepared again, for another model
+            chunk = {"seq": session.frames, "tokens": b"", "text": ""}
+            self._finish(session, chunk, "cancelled" if session.cancelled else "error", error.name, error.message)
+            return
         self.hub.close(session)
         self.hub.counts["refused"] += 1
         level = "error" if error.name in ("INTERNAL", "FATAL") else "info"
@@ -298,15 +313,17 @@ class ServeThread(threading.Thread):
                 return
             session.state, session.engine_id = "running", engine_id
             extra, session.extra_credit = session.extra_credit, 0
-        self.log.info(
-            "request accepted",
-            request=session.name,
-            engine_id=engine_id,
-            client=session.peer.hex(),
-            prompt_tokens=session.prompt_tokens,
-            max_tokens=session.body["max_tokens"],
-        )
-        self._send(session.peer, "ACCEPTED", session.ident, self._accepted(session))
+        if not session.accepted:
+            session.accepted = True
+            self.log.info(
+                "request accepted",
+                request=session.name,
+                engine_id=engine_id,
+                client=session.peer.hex(),
+                prompt_tokens=session.prompt_tokens,
+                max_tokens=session.body["max_tokens"],
+            )
+            self._send(session.peer, "ACCEPTED", session.ident, self._accepted(session))
         if extra:
             self._grant(session, extra)
         if session.cancelled:
@@ -341,10 +358,6 @@ class ServeThread(threading.Thread):
             return
         if event.type not in ("tokens", "end"):
             return
-        inner = self.hub.inner.get(event.user)
-        if inner is not None:
-            inner.put(event)
-            return
         session = self.hub.by_user.get(event.user)
         if session is None:
             return
@@ -359,12 +372,24 @@ class ServeThread(threading.Thread):
             if event.tokens and not session.first_us:
                 session.first_us = int((time.monotonic() - session.started) * 1e6)
         if event.type == "end":
-            self._final(session, event)
+            if event.status and not session.total_tokens and not session.cancelled and self._outdated(session):
+                self._again(session)
+            else:
+                self._final(session, event)
             return
         self._send(session.peer, "PARTIAL", session.ident, self._chunk(session, event))
         with self.hub.lock:
             session.frames += 1
             session.credit -= 1
+
+    def _again(self, session: Session) -> None:
+        """It waited for a model that did not come, or that has been replaced: its text becomes the tokens of the one there is."""
+        with self.hub.lock:
+            session.state = "preparing"
+        try:
+            self._enqueue((self._prepare, session))
+        except ProtocolError as error:
+            self._refused(session, error)
 
     @staticmethod
     def _chunk(session: Session, event: Any) -> dict[str, Any]:
@@ -437,9 +462,6 @@ class ServeThread(threading.Thread):
             else:
                 chunk = {"seq": session.frames, "tokens": b"", "text": ""}
                 self._finish(session, chunk, "error", name, message)
-        with self.hub.lock:
-            for events in self.hub.inner.values():
-                events.put(None)
 
     # ---- clients
 
@@ -475,9 +497,3 @@ class ServeThread(threading.Thread):
 def _blame(name: str | None, message: str | None) -> str | None:
     """The error a log names. To cancel or to leave is a client's right; a lease that ran out is told."""
     return None if name == "CANCELLED" or message == CLIENT_GONE else name
-
-
-def rows_of(sessions: list[Session]) -> verbs.Reply:
-    """A REQUESTS body: as many rows as a message may hold."""
-    most = wire.MAX_ARRAY_ITEMS
-    return "REQUESTS", {"requests": [s.row() for s in sessions[:most]], "more": max(0, len(sessions) - most)}

@@ -94,6 +94,7 @@ class Daemon:
         self.engine: Any = None
         self.model_path: str | None = None
         self.wanted_builder = (config.builder.name, config.builder.budget)
+        self.builder_told = False  # the engine knows of it: USE_BUILDER
         self.stopping = False
         server = config.server
         self.state = DaemonState(self._state_changed)
@@ -277,7 +278,16 @@ class Daemon:
         if body["budget"] and not body["builder"]:
             raise ProtocolError("BAD_FIELD", "'budget' needs 'builder'", field="budget")
         self.check_budget(body["budget"])
-        positions = self.engine.info.max_positions
+        info = self.engine.info
+        for token in body["stop_ids"] or ():
+            if token >= info.vocab_size:
+                raise ProtocolError(
+                    "BAD_FIELD",
+                    f"stop id {token} is outside the vocabulary of {info.vocab_size}: leave it out",
+                    field="stop_ids",
+                    limit=info.vocab_size,
+                )
+        positions = info.max_positions
         if body["tokens"] is not None:
             size, unit = len(body["tokens"]), "tokens"
         else:
@@ -306,29 +316,35 @@ class Daemon:
                 limit=most,
             )
 
-    def apply_builder(self) -> None:
-        """Put the configured builder in force, or, until one is chosen, trees, which the warm-up is to prove; a model
-        without a drafter keeps the engine's own."""
+    def builder_for(self, info: Any) -> tuple[str, int]:
+        """The configured builder with its budget, or, until one is chosen, trees, which the warm-up is to prove; a model
+        without a drafter has none. Raises ProtocolError."""
         name, budget = self.wanted_builder
         known = [row["name"] for row in self.engine.builders()]
         if name and name not in known:
             raise ProtocolError("NOT_FOUND", f"there is no builder {name!r}: one of {', '.join(known)}")
-        if name and name != "none" and not self.engine.info.draft_layers:
-            self.log.warning("the model has no drafter: builder none is in force", wanted=name)
-        elif name:
-            self.engine.use_builder(name, budget)
-        elif self.engine.info.draft_layers:
-            self.engine.use_builder("heap" if self.config.engine.device == "cpu" else "device")
+        if not info.draft_layers:
+            return "none", 0
+        return (name, budget) if name else ("heap" if self.config.engine.device == "cpu" else "device", 0)
+
+    def use_builder(self, name: str, budget: int, engine_id: int) -> int:
+        """Put a builder in force, for one request or, with 0, for all and for models to come. Returns its generation."""
+        self.check_budget(budget)
+        with self.loader.choosing:
+            generation = self.engine.use_builder(name, budget, engine_id)
+            if not engine_id:
+                self.wanted_builder, self.builder_told = (name, budget), True
+                self.loader.choice = None
+        return generation
 
     def unload(self) -> int:
         """Free the model. Returns the bytes freed."""
-        if self.loader.busy:
-            raise ProtocolError("BUSY", "a load is under way: cancel it first", retry_ms=1000)
-        if self.model_path is None:
-            raise ProtocolError("STATE", "no model is loaded")
-        path, self.model_path, self.loader.choice = self.model_path, None, None
-        freed = self.engine.unload()
-        self.state.enter("empty")
+        with self.loader.no_load():
+            if self.model_path is None:
+                raise ProtocolError("STATE", "no model is loaded")
+            freed = self.engine.unload()
+            path, self.model_path, self.loader.choice = self.model_path, None, None
+            self.state.enter("empty")
         self.log.info("model unloaded", model=path, freed_bytes=freed)
         return freed
 
@@ -342,12 +358,11 @@ class Daemon:
 
     def cease(self) -> None:
         """Before leaving: no new work in the engine, no load. [operations thread]"""
-        if self.loader.busy and self.engine is not None:
-            try:
-                self.engine.load_cancel()
-            except Exception as error:
-                self.log.debug("no load to cancel", error=str(error))
-        elif self.engine is not None and not self.state.failed:
+        try:
+            self.loader.cancel()
+        except Exception as error:
+            self.log.debug("no load to cancel", error=str(error))
+        if self.engine is not None and not self.state.failed:
             self.engine.drain(True)
 
     # ---- life

@@ -8,7 +8,6 @@ from __future__ import annotations
 import collections
 import hashlib
 import itertools
-import queue
 import secrets
 import threading
 import time
@@ -49,6 +48,8 @@ class Session:
         "orphan",
         "cached_tokens",
         "seed",
+        "text_id",
+        "accepted",
     )
 
     def __init__(self, peer: bytes, ident: bytes, user: int, body: dict[str, Any], key: bytes):
@@ -60,6 +61,8 @@ class Session:
         self.token_hash = wire.HASH_START
         self.started = time.monotonic()
         self.deadline = self.started + body["deadline_ms"] / 1000 if body["deadline_ms"] else None
+        self.text_id = 0  # TextSide.id of what its text was encoded with
+        self.accepted = False  # ACCEPTED is out
         self.cancelled = self.orphan = False
         self.verdict: tuple[str, str] | None = None  # why we cancelled it, if not at its client's wish
         # Without a seed two equal requests differ, and the one chosen is told so that it can be repeated.
@@ -105,7 +108,6 @@ class Hub:
         self.max_requests_client, self.lease_s = max_requests_client, lease_ms / 1000
         self.clients: dict[bytes, Client] = {}
         self.by_user: dict[int, Session] = {}
-        self.inner: dict[int, queue.SimpleQueue] = {}  # the daemon's own requests: warm-up
         self.ended: collections.OrderedDict[tuple[bytes, bytes], bytes] = collections.OrderedDict()
         self._users = itertools.count(1)
         self.counts = dict.fromkeys(COUNTERS, 0)
@@ -198,19 +200,4 @@ class Hub:
         with self.lock:
             running = [s for s in self.by_user.values() if s.state == "running"]
             paused = any(s.credit <= 0 and not s.cancelled for s in running)
-            return bool(self.inner) or any(
-                s.cancelled or (s.credit > 0 and (s.total_tokens > 0 or not paused)) for s in running
-            )
-
-    # -- the daemon's own requests
-
-    def inner_open(self) -> tuple[int, queue.SimpleQueue]:
-        with self.lock:
-            user = next(self._users)
-            events: queue.SimpleQueue = queue.SimpleQueue()
-            self.inner[user] = events
-            return user, events
-
-    def inner_close(self, user: int) -> None:
-        with self.lock:
-            self.inner.pop(user, None)
+            return any(s.cancelled or (s.credit > 0 and (s.total_tokens > 0 or not paused)) for s in running)

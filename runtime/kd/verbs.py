@@ -12,6 +12,7 @@ from kd.wire import ProtocolError
 
 if TYPE_CHECKING:
     from kd.server import Daemon
+    from kd.sessions import Session
 
 Reply = tuple[str, dict[str, Any]]
 
@@ -55,11 +56,15 @@ def model_of(daemon: Daemon) -> dict[str, Any] | None:
         info = plain(engine.info)
     except Exception:
         return None  # unloaded in between
+    # While a replacement waits for the last requests of the model before, new ones are already its own.
+    path = daemon.loader.paths.get(info["weights_generation"], daemon.model_path)
+    side = engine.text_side()
+    info.pop("text_id", None)  # the daemon's own affair
     return {
-        "path": daemon.model_path,
-        "name": os.path.basename(daemon.model_path.rstrip("/")),
-        "tokenizer": engine.tokenizer is not None,
-        "chat": engine.chat is not None,
+        "path": path,
+        "name": os.path.basename(path.rstrip("/")),
+        "tokenizer": side.tokenizer is not None,
+        "chat": side.chat is not None,
         **info,
     }
 
@@ -134,24 +139,27 @@ def status(daemon: Daemon) -> Reply:
     }
 
 
-def tokenizer_of(daemon: Daemon, chat: bool) -> Any:
+def text_side_of(daemon: Daemon, chat: bool) -> Any:
+    """kd.text_side.TextSide of the model, with a tokenizer or, for a chat, a template in it. Raises ProtocolError."""
     engine = daemon.engine
     if engine is None or daemon.model_path is None:
         raise ProtocolError("NOT_READY", "no model is loaded", retry_ms=1000)
-    tool = engine.chat if chat else engine.tokenizer
-    if tool is None:
+    side = engine.text_side()
+    if (side.chat if chat else side.tokenizer) is None:
         what = "chat template" if chat else "tiktoken.model"
         raise ProtocolError("NO_TOKENIZER", f"the model folder has no {what}: send token ids")
-    return tool
+    return side
 
 
-def encode(daemon: Daemon, text: str | None, messages: list[dict] | None, thinking: bool | None) -> list[int]:
-    """Token ids of a prompt or of a chat. Slow for long texts: never on the serve thread."""
-    tool = tokenizer_of(daemon, messages is not None)
+def encode(
+    daemon: Daemon, text: str | None, messages: list[dict] | None, thinking: bool | None
+) -> tuple[list[int], int]:
+    """Token ids of a prompt or of a chat, and TextSide.id. Slow for long texts: never on the serve thread."""
+    side = text_side_of(daemon, messages is not None)
     try:
         if messages is not None:
-            return list(tool.render(messages, thinking=thinking))
-        return list(tool.encode(text))
+            return list(side.chat.render(messages, thinking=thinking)), side.id
+        return list(side.tokenizer.encode(text)), side.id
     except Exception as error:
         if hasattr(error, "code"):
             raise
@@ -159,11 +167,12 @@ def encode(daemon: Daemon, text: str | None, messages: list[dict] | None, thinki
 
 
 def tokenize(daemon: Daemon, body: dict[str, Any]) -> Reply:
-    return "TOKENS", {"tokens": wire.pack_ids(encode(daemon, body["text"], body["messages"], body["thinking"]))}
+    tokens, _ = encode(daemon, body["text"], body["messages"], body["thinking"])
+    return "TOKENS", {"tokens": wire.pack_ids(tokens)}
 
 
 def detokenize(daemon: Daemon, body: dict[str, Any]) -> Reply:
-    tool = tokenizer_of(daemon, False)
+    tool = text_side_of(daemon, False).tokenizer
     size = tool.n_vocab
     for token in body["tokens"]:
         if token >= size:
@@ -185,6 +194,12 @@ def builders(daemon: Daemon) -> Reply:
     if daemon.engine is None:
         raise ProtocolError("NOT_READY", "the engine is not open yet", retry_ms=500)
     return "BUILDERS", {"builders": [plain(b) if not isinstance(b, dict) else b for b in daemon.engine.builders()]}
+
+
+def rows_of(sessions: list[Session]) -> Reply:
+    """A REQUESTS body: as many rows as a message may hold."""
+    most = wire.MAX_ARRAY_ITEMS
+    return "REQUESTS", {"requests": [s.row() for s in sessions[:most]], "more": max(0, len(sessions) - most)}
 
 
 def common(daemon: Daemon, socket: str, kind: str, body: dict[str, Any]) -> Reply | None:

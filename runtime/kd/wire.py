@@ -228,7 +228,7 @@ REQUESTS: dict[str, dict[str, dict[str, Field]]] = {
             "replace": Field("bool", default=False),
             "follow_links": Field("bool", default=False),
         },
-        "LOAD_CANCEL": {},
+        "LOAD_CANCEL": {"load": _id_field(False)},
         "UNLOAD": {},
         "USE_BUILDER": {
             "name": Field("str", True, low=1, high=31),
@@ -340,6 +340,7 @@ REPLIES: dict[str, dict[str, Field]] = {
         "rate_bytes_s": Field("int", default=0),
         "eta_ms": Field("int", default=None),
         "phases": Field("map", default=None),
+        "under_way": Field("bool", default=None),
     },
     "DONE": {"freed_bytes": Field("int"), "generation": Field("int"), "model": Field("map"), "state": Field("str")},
     "ERROR": _ERROR,
