@@ -52,7 +52,7 @@ def status(settings: Settings) -> None:
         pairs(
             [
                 ("state", state + (f" ({answer['reason']})" if answer["reason"] else "")),
-                ("loading", progress_text(answer["load"]) if answer["state"] in ("loading", "warming") else None),
+                ("loading", progress_text(answer["load"]) if (answer["load"] or {}).get("under_way") else None),
                 (
                     "daemon",
                     f"kd {about['version']}, instance {about['instance']}, pid {about['pid']}, "

@@ -34,27 +34,90 @@ class ProgressLine:
             click.echo("\r\x1b[K", nl=False, err=True)
 
 
+def _cancelled(settings: Settings, ident: bytes) -> None:
+    """After an interrupt: end the load that was asked for, and say what serves now."""
+    from kd.client import KdClientError
+
+    client = settings.client()
+    try:
+        client.load_cancel(ident)
+        outcome = "the load is cancelled"
+    except KdClientError as error:
+        if error.name != "STATE":
+            settings.note(
+                f"kdctl: the load may go on, since it could not be cancelled ({error.message}): "
+                f"see `{settings.command('status')}` and `{settings.command('load --cancel')}`"
+            )
+            return
+        outcome = "it was too late to cancel the load"
+    try:
+        model = client.status()["model"]
+    except KdClientError:
+        model = None
+    settings.note(f"kdctl: {outcome}; " + (f"{model['path']} serves" if model else "no model is loaded"))
+
+
 @command()
-@click.argument("path")
+@click.argument("path", required=False)
 @click.option("--draft", default="auto", show_default=True, help="Drafter: auto (PATH/draft), none, or a folder.")
 @click.option(
     "--replace", is_flag=True, help="In place of a loaded model, which serves until then and ends its requests."
 )
 @click.option("--follow-links", is_flag=True, help="Symbolic links in the folder may lead out of it.")
 @click.option("--stall-timeout", type=DURATION, default="2m", show_default=True, help="Without any progress.")
+@click.option("--detach", is_flag=True, help="Return when the load has begun: `kdctl status` shows how far it is.")
+@click.option("--cancel", is_flag=True, help="End the load under way; a model that was to be replaced serves on.")
 @click.pass_obj
-def load(settings: Settings, path: str, draft: str, replace: bool, follow_links: bool, stall_timeout: float) -> None:
-    """Load the model folder PATH and wait until it is ready. The daemon reads it: what counts is what it can see."""
+def load(
+    settings: Settings,
+    path: str | None,
+    draft: str,
+    replace: bool,
+    follow_links: bool,
+    stall_timeout: float,
+    detach: bool,
+    cancel: bool,
+) -> None:
+    """Load the model folder PATH and wait until it is ready. The daemon reads it: what counts is what it can see.
+
+    Ctrl-C cancels the load, unless its model has taken over already; the one before serves on."""
+    if cancel:
+        if path:
+            raise click.UsageError("--cancel takes no PATH: it ends the load under way, whatever its folder")
+        settings.client().load_cancel()
+        model = settings.client().status()["model"]
+        serves = f"{model['path']} serves" if model else "no model is loaded"
+        settings.emit("load_cancel", {"model": model}, lambda: click.echo(f"cancelled; {serves}"))
+        return
+    if not path:
+        raise click.UsageError("give the model's folder, or --cancel")
     path = os.path.abspath(path)  # its current folder is another one
     if draft not in ("auto", "none"):
         draft = os.path.abspath(draft)
-    progress = ProgressLine(settings)
+    progress, ident = ProgressLine(settings), os.urandom(16)
     try:
         answer = settings.client().load(
-            path, draft=draft, replace=replace, follow_links=follow_links, progress=progress, timeout_s=stall_timeout
+            path,
+            draft=draft,
+            replace=replace,
+            follow_links=follow_links,
+            progress=progress,
+            timeout_s=stall_timeout,
+            wait=not detach,
+            ident=ident,
         )
+    except (KeyboardInterrupt, SystemExit):  # the second: of SIGTERM
+        progress.end()
+        _cancelled(settings, ident)
+        raise
     finally:
         progress.end()
+    if "model" not in answer:
+        hint = f"{settings.command('status')}` shows how far it is, `{settings.command('load --cancel')}"
+        settings.emit(
+            "load", {"model": None, "state": "loading"}, lambda: click.echo(f"loading {path}: `{hint}` ends it")
+        )
+        return
     model = answer["model"]
     settings.emit(
         "load",
