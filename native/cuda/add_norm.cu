@@ -12,23 +12,18 @@ namespace kd::cuda {
 
 namespace {
 
-template <int kRanks>
-struct RowOfRanks {
-    const bf16* of_rank[kRanks];
-};
-
-// Elements i .. i + 7 of the sum of `ranks` rows, at most kRanks. Four rows are asked for at once: eight would not fit into
-// registers.
-template <bool kVector, int kRanks>
-__device__ __forceinline__ Piece sum_of_ranks(const RowOfRanks<kRanks>& row, int ranks, int i, int width) {
-    constexpr int kAtOnce = kRanks < 4 ? kRanks : 4;
+// Elements i .. i + 7 of the sum of row_of(rank) of `ranks` ranks, at most kRanks. As many rows are asked for at once as fit into
+// registers on every architecture.
+template <bool kVector, int kRanks, class RowOf>
+__device__ __forceinline__ Piece sum_of_ranks(RowOf row_of, int ranks, int i, int width) {
+    constexpr int kAtOnce = kRanks == 4 && kVector ? 4 : 2;
     Piece total;
 #pragma unroll
     for (int first = 0; first < kRanks; first += kAtOnce) {
         Piece part[kAtOnce];
 #pragma unroll
         for (int k = 0; k < kAtOnce; k++)
-            if (first + k < ranks) part[k] = read_piece<kVector>(row.of_rank[first + k], i, width);
+            if (first + k < ranks) part[k] = read_piece<kVector>(row_of(first + k), i, width);
 #pragma unroll
         for (int k = 0; k < kAtOnce; k++)
             if (first + k < ranks)
@@ -103,7 +98,7 @@ struct Shown {
 
 template <bool kVector, int kThreads, int kRanks, bool kTwoShots>
 __global__ void __launch_bounds__(kThreads, 1) meet_add_norm_kernel(const __grid_constant__ Result to, RowsPtr y,
-                                                                 const __grid_constant__ Peers peers, Shown shown) {
+                                                                    const __grid_constant__ Peers peers, Shown shown) {
     wait_for_kernel_before();
     let_next_kernel_start();
     const uint32_t turn = peers.next_turn();
@@ -115,13 +110,6 @@ __global__ void __launch_bounds__(kThreads, 1) meet_add_norm_kernel(const __grid
         return reinterpret_cast<float*>(peers.shown<char>(rank, turn) + shown.rows_bytes()) +
                static_cast<size_t>(r) * shown.stride;
     };
-    const auto parts_of = [&](int r) {
-        RowOfRanks<kRanks> row{};
-#pragma unroll
-        for (int rank = 0; rank < kRanks; rank++)
-            if (rank < peers.ranks) row.of_rank[rank] = part_of(rank, r);
-        return row;
-    };
     if (static_cast<int>(blockIdx.x) < rows || blockIdx.x == 0) {
         for (int r = blockIdx.x; r < rows; r += step)
             copy_bits<kVector>(peers.shown<bf16>(peers.rank, turn) + static_cast<size_t>(r) * shown.stride, y[r],
@@ -131,11 +119,11 @@ __global__ void __launch_bounds__(kThreads, 1) meet_add_norm_kernel(const __grid
             const int pieces = (width + kPiece - 1) / kPiece;
             if (here)
                 for (int r = blockIdx.x; r < rows; r += step) {
-                    const RowOfRanks<kRanks> row = parts_of(r);
+                    const auto row_of = [&](int rank) { return part_of(rank, r); };
                     const int end = first_piece(peers.rank + 1, peers.ranks, pieces);
                     for (int q = first_piece(peers.rank, peers.ranks, pieces) + threadIdx.x; q < end; q += kThreads)
                         write_piece<true>(sums_of(peers.rank, r), q * kPiece, shown.stride,
-                                          sum_of_ranks<kVector, kRanks>(row, peers.ranks, q * kPiece, width));
+                                          sum_of_ranks<kVector, kRanks>(row_of, peers.ranks, q * kPiece, width));
                 }
             here = meet(peers, 1, turn) && here;
             if (here)
@@ -146,9 +134,9 @@ __global__ void __launch_bounds__(kThreads, 1) meet_add_norm_kernel(const __grid
                     });
         } else if (here) {
             for (int r = blockIdx.x; r < rows; r += step) {
-                const RowOfRanks<kRanks> row = parts_of(r);
+                const auto row_of = [&](int rank) { return part_of(rank, r); };
                 add_norm_row<kVector, kThreads>(to.h[r], to.x_row(r), to.w, width, to.eps, [&](int i) {
-                    return sum_of_ranks<kVector, kRanks>(row, peers.ranks, i, width);
+                    return sum_of_ranks<kVector, kRanks>(row_of, peers.ranks, i, width);
                 });
             }
         }
