@@ -92,3 +92,20 @@ def test_tables_of_drafters(width, kind, probes):
     budgets[::2] = width
     want = [ref.tree.heap(*table, budget) for table, budget in zip(tables, budgets, strict=True)]
     assert build(probes, tables, budgets) == [(tree.token, tree.parent[1:]) for tree in want]
+
+
+@pytest.mark.parametrize("width", [16, 64, 256])
+def test_tables_whose_best_tokens_are_certain_and_more(width, probes):
+    """A log-probability is a difference of two rounded numbers: that of a certain token can be a little above 0."""
+    rng = np.random.default_rng(width)
+    tables, budgets = [], []
+    for depth in range(1, 17):
+        tokens = np.stack([rng.permutation(width) for _ in range(depth)])
+        table = drafted(rng, depth, width, "sure")
+        above = rng.choice(np.array([0, 2**-24, 2**-23, 2**-21, 3], np.float32), (2, depth, 1))
+        certain = np.where(np.arange(width) == 0, above[0], table - 20)
+        for n in (1, 2, depth, depth + 1, width):
+            tables += [(tokens, certain), (tokens, table + above[1])]
+            budgets += [n, n]
+    want = [ref.tree.heap(*table, budget) for table, budget in zip(tables, budgets, strict=True)]
+    assert build(probes, tables, budgets) == [(tree.token, tree.parent[1:]) for tree in want]

@@ -196,7 +196,8 @@ __device__ __forceinline__ bool choose(R& w, int32_t* node_token, int32_t* node_
             w.first_units[lane] = own;
         }
     }
-    __syncthreads();
+    // All below takes costs to be no less than 0 and rows to be in order.
+    if (__syncthreads_or(unsure)) return false;
 
     // A first bound: the n - depth best of a row and what they hang on.
     const int last = n - 1 - lane;
@@ -332,6 +333,7 @@ __device__ __forceinline__ bool choose(R& w, int32_t* node_token, int32_t* node_
         w.order.rank[i] = static_cast<uint16_t>(better);
     }
     __syncthreads();
+    bool close = false;
     for (int i = thread; i < n; i += kThreads) {
         constexpr int kBits = kDepthBits + kSlotBits;
         const Cost own = w.sorted[i];
@@ -344,12 +346,12 @@ __device__ __forceinline__ bool choose(R& w, int32_t* node_token, int32_t* node_
             const int above = deviates ? w.first_slot[set.without] + d - 1 - w.set[set.without].depth : slot - 1;
             parent = w.order.rank[above] + 1;
         }
-        if (i > 0) unsure |= (own >> kBits) - (w.sorted[i - 1] >> kBits) <= kClose && parent != i;
-        if (i == n - 1 && n < nodes) unsure |= (w.sorted[n] >> kBits) - (own >> kBits) <= kClose;
+        if (i > 0) close |= (own >> kBits) - (w.sorted[i - 1] >> kBits) <= kClose && parent != i;
+        if (i == n - 1 && n < nodes) close |= (w.sorted[n] >> kBits) - (own >> kBits) <= kClose;
         node_token[i] = w.token[d * width + (deviates ? set.rank : 0)];
         node_parent[i] = parent;
     }
-    return !__syncthreads_or(unsure);
+    return !__syncthreads_or(close);
 }
 
 // Floor: two loads one after the other, some forty steps of a few instructions and a barrier.
