@@ -288,7 +288,7 @@ def test_the_tree_stands_on_its_own():
 
 LONGEST = 500
 # Files that were longer when the rule came; a number here may fall, never rise. kd.h is one contract, and is not to be split.
-LONGER: dict[str, int] = {"include/kd.h": 547}
+LONGER: dict[str, int] = {"include/kd.h": 532}
 
 
 def test_no_file_grows_too_long():
