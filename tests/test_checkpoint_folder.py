@@ -170,7 +170,7 @@ BAD_FOLDERS = {
         lambda f: replace(f / "config.json", lambda p: p.symlink_to("/etc/passwd")),
         ["config.json", "symbolic link"],
     ),
-    "empty shard": (lambda f: os.truncate(f / TWO, 0), [TWO, "has 0 bytes"]),
+    "empty shard": (lambda f: os.truncate(f / TWO, 0), [TWO, "is empty; fetch it again"]),
     "index up": (
         lambda f: edit_json(f / INDEX, lambda i: i["weight_map"].update({NORM: "../" + TWO})),
         [INDEX, "only plain names"],

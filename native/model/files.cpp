@@ -59,7 +59,11 @@ void File::read(void* to, size_t n, uint64_t offset, const std::string& what) co
 }
 
 void File::expect(uint64_t offset, uint64_t n) const {
-    posix_fadvise(fd_, static_cast<off_t>(offset), static_cast<off_t>(n), POSIX_FADV_WILLNEED);
+    // Of one call Linux takes no more than the device's readahead or its largest request, and drops the rest.
+    constexpr uint64_t kAdvice = uint64_t{4} << 20;
+    for (const uint64_t end = offset + n; offset < end; offset += kAdvice)
+        posix_fadvise(fd_, static_cast<off_t>(offset), static_cast<off_t>(std::min(kAdvice, end - offset)),
+                      POSIX_FADV_WILLNEED);
 }
 
 Folder::Folder(const std::string& path, Links links) : path_(path), links_(links) {

@@ -26,6 +26,7 @@ class Hash {
         // In registers: a store through lane_ might change *p for all the compiler knows.
         uint64_t a = lane_[0], b = lane_[1], c = lane_[2], d = lane_[3];
         for (; bytes >= sizeof hold_; p += sizeof hold_, bytes -= sizeof hold_) {
+            __builtin_prefetch(p + 768);
             a = round(a, word<uint64_t>(p));
             b = round(b, word<uint64_t>(p + 8));
             c = round(c, word<uint64_t>(p + 16));

@@ -20,7 +20,7 @@ Buffers::~Buffers() { device::release_host(memory_); }
 
 size_t read_bytes() {
     char here, there;
-    return device::landing(&here, &there) == &here ? size_t{512} << 10 : kChunkBytes;
+    return device::landing(&here, &there) == &here ? size_t{256} << 10 : kChunkBytes;
 }
 
 int reader_count(uint64_t bytes) {
