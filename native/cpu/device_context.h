@@ -40,9 +40,9 @@ class Context {
     Group& group;
     const int rank;
     cpu::Scratch scratch[static_cast<int>(cpu::Use::count)];
-    cpu::Scratch shared[2];           // comm.h's two buffers
-    uint32_t turn = 0;                // which of them is next
-    bool looping = false;             // a loop() runs, and ops::end_round wants another round
+    cpu::Scratch shared[2];  // comm.h's two buffers
+    uint32_t turn = 0;       // which of them is next
+    bool looping = false;    // a loop() runs, and ops::end_round wants another round
     Body body;
     std::unique_ptr<cpu::Pool> pool;  // last: its threads stop before the rest goes
 };
