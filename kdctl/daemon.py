@@ -49,8 +49,8 @@ def _tail(path: Path, lines: int) -> list[str]:
         return []
 
 
-def spawn(settings: Settings, arguments: list[str], log: Path) -> subprocess.Popen:
-    """The daemon in a process group of its own, its output in `log`."""
+def spawn(settings: Settings, arguments: list[str], log: Path, cwd: str | None = None) -> subprocess.Popen:
+    """The daemon in a process group of its own, its output in `log`. cwd: what its relative paths are relative to."""
     import kd
 
     if log.exists() and log.stat().st_size > MAX_LOG_BYTES:
@@ -66,6 +66,7 @@ def spawn(settings: Settings, arguments: list[str], log: Path) -> subprocess.Pop
             stderr=out,
             start_new_session=True,
             env=env,
+            cwd=cwd,
             close_fds=True,
         )
     finally:
@@ -116,11 +117,13 @@ def wait_until(settings: Settings, child: subprocess.Popen, log: Path, wait: str
     )
 
 
-def _remember(path: Path, pid: int, model: str | None, config_file: str | None, options: tuple[str, ...]) -> None:
+def _remember(
+    path: Path, pid: int, model: str | None, config_file: str | None, options: tuple[str, ...], cwd: str
+) -> None:
     """For `restart`. Replaced as a whole, and readable by its owner alone, as a log is."""
     new = path.with_suffix(".new")
     with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as f:
-        json.dump({"pid": pid, "model": model, "config": config_file, "set": options}, f)
+        json.dump({"pid": pid, "model": model, "config": config_file, "set": options, "cwd": cwd}, f)
     new.replace(path)
 
 
@@ -133,14 +136,10 @@ def _remembered(path: Path, pid: int | None) -> dict[str, Any]:
     return told if pid in (None, told["pid"]) else {}
 
 
-def _start(
-    settings: Settings,
-    model: str | None,
-    config_file: str | None,
-    options: tuple[str, ...],
-    wait: str,
-    timeout_s: float,
-) -> dict[str, Any]:
+def _checked(
+    settings: Settings, model: str | None, config_file: str | None, options: tuple[str, ...]
+) -> tuple[Any, Any]:
+    """The configuration that a daemon told this would have, and its files; an error where that cannot be."""
     pairs = []
     for item in options:
         key, sign, value = item.partition("=")
@@ -148,7 +147,20 @@ def _start(
             raise click.UsageError(f"--set {item}: write it as KEY=VALUE")
         pairs.append((key, value))
     flags: dict[str, Any] = {"server.instance": settings.instance, "model.path": model, **dict(pairs)}
-    config, paths = _paths(settings, flags, config_file)
+    return _paths(settings, flags, config_file)
+
+
+def _start(
+    settings: Settings,
+    model: str | None,
+    config_file: str | None,
+    options: tuple[str, ...],
+    wait: str,
+    timeout_s: float,
+    cwd: str | None = None,
+) -> dict[str, Any]:
+    cwd = cwd or os.getcwd()
+    config, paths = _checked(settings, model, config_file, options)
     from kd import config as configuration
 
     if config.server.serve or config.server.control or paths.dir != configuration.find(settings.instance).dir:
@@ -171,8 +183,8 @@ def _start(
         arguments += ["--set", item]
     if config.origin("server.log_format") == "built-in":
         arguments += ["--log-format", "json"]  # this log is a file, read by programs as often as by people
-    child = spawn(settings, arguments, paths.log)
-    _remember(paths.started, child.pid, model, config_file, options)
+    child = spawn(settings, arguments, paths.log, cwd)
+    _remember(paths.started, child.pid, model, config_file, options, cwd)
     data = {"pid": child.pid, "log": str(paths.log), "state": "starting", "model": None}
     if wait != "none":
         answer = wait_until(settings, child, paths.log, wait, timeout_s)
@@ -283,8 +295,9 @@ def restart(
     wait_timeout: float,
     now: bool,
 ) -> None:
-    """Stop the daemon if it runs, then start it again: the same model, and the --config and --set it was started with.
-    What is given here comes on top."""
+    """Stop the daemon if it runs, then start it again: the same model folder, and the --config and --set it was started with.
+    What is given here comes on top; what cannot be is refused before anything is stopped. What a running daemon was told
+    since (another drafter, a tree builder) is not kept."""
     from kd import config as configuration
     from kd.client import KdClientError
 
@@ -293,15 +306,22 @@ def restart(
         answer = settings.client().status()
         same = _remembered(told, settings.client().hello()["pid"])
         same["model"] = answer["model"] and answer["model"]["path"]
-        _stop(settings, now, None)
+        runs = True
     except KdClientError as error:
         settings.close()
         if error.name != "NOT_RUNNING":
             raise
         same = _remembered(told, None)
-    model = model or same.get("model")
+        runs = False
     config_file = config_file or same.get("config")
-    data = _start(settings, model, config_file, (*same.get("set", ()), *options), wait, wait_timeout)
+    if not any(item.startswith("model.path=") for item in options):
+        model = model or same.get("model")
+    kept = (item for item in same.get("set", ()) if not (model and item.startswith("model.path=")))
+    options = (*kept, *options)
+    _checked(settings, model, config_file, options)
+    if runs:
+        _stop(settings, now, None)
+    data = _start(settings, model, config_file, options, wait, wait_timeout, same.get("cwd"))
     settings.emit("restart", data, lambda: _say_started(settings, data))
 
 

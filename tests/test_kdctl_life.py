@@ -100,6 +100,16 @@ def test_restart_keeps_what_start_was_told(kdctl, place, library, nano, tmp_path
     told.write_text("{")
     kdctl("restart")
     kdctl("stop", "--now")
+    data = kdctl("start", "--set", f"model.path={nano}", "--set", "engine.threads=1", "-o", "json").json
+    for bad in ("engine.tp=3", "nonsense.x=1", "engine"):
+        kdctl("restart", "--set", bad, code=2 if bad == "engine" else 78)
+        assert words()[0] and kdctl("health").err == ""  # nothing was stopped for it
+    other = tmp_path / "other"
+    shutil.copytree(nano, other)
+    kdctl("load", "--replace", other)
+    data = kdctl("restart", "-o", "json").json
+    assert data["model"] == str(other) and threads_and_chunk() == ["1"]  # what was loaded, not what was told first
+    kdctl("stop", "--now")
 
 
 def test_start_that_fails_shows_the_log(kdctl, place, library, nano, tmp_path_factory):
@@ -246,7 +256,7 @@ def test_starts_fast_and_without_the_library(daemon):
     floor = [cpu_s([sys.executable, "-c", "import click, zmq, msgpack"]) for _ in range(5)]
     # CPU time, the best of five: the wall clock of a busy machine says nothing about the program. And on a slow machine
     # what counts is what we add to the libraries we stand on.
-    assert min(times) < 0.15 or min(times) < 1.6 * min(floor), (times, floor)
+    assert min(times) < 0.15 or min(times) < 2 * min(floor), (times, floor)
 
 
 def test_usage_errors(kdctl):
