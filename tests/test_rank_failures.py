@@ -120,6 +120,14 @@ def test_after_sigsegv_the_next_start_names_thread_rank_and_step(start, rank):
     ), words
 
 
+def test_a_signal_that_another_process_sends_ends_it_too(start):
+    """It does not recur, as a fault does."""
+    daemon = start()
+    assert daemon.end(signal.SIGSEGV) == -signal.SIGSEGV
+    [words] = [m for m in told(starts_again(start), "warning") if "before this one" in m]
+    assert f"(process {daemon.process.pid}) died of SIGSEGV" in words
+
+
 def test_a_killed_daemon_is_told_of_once(start):
     daemon = start()
     daemon.end(signal.SIGKILL)

@@ -139,6 +139,7 @@ class Watch:
             self.on_fatal(why_latched(engine), EX_SOFTWARE)
             return
         if self._ranks is not None:
+            self._ranks.die_if_told()
             late, looks = self._ranks.look()
             if late is not None and looks * self._interval_s >= self._rank_limit_s:
                 self.on_fatal(

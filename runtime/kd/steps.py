@@ -17,7 +17,7 @@ from kd.native import Library, constants, ffi
 _SIZE = ffi.sizeof("kd_step_record")
 _STAGES = {value: name[len("KD_STAGE_") :].lower() for value, name in ffi.typeof("kd_stage").elements.items()}
 _IDLE = constants["KD_STAGE_IDLE"]
-_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # what recurs when its handler returns
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,12 @@ class Ranks:
         self._record = ffi.from_buffer("kd_step_record *", self._memory)
         self._seen: tuple[RankAt, ...] = ()
         self._looks = 0
+
+    def die_if_told(self) -> None:
+        """A signal that was noted and that another process had sent: it does not recur, as a fault does, when its handler
+        returns, but it is to end this process all the same."""
+        if self._record.signal:
+            os.kill(os.getpid(), self._record.signal)  # its action is the default by now
 
     def look(self) -> tuple[RankAt | None, int]:
         """The rank that keeps the others waiting, if nobody has moved since the last look, and how many looks that has
