@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from typing import Any
 
 import click
 
 from kdctl.look import progress_text
 from kdctl.output import DURATION, Settings, bytes_text, command, is_terminal
+
+CANCEL_S = 10.0  # for a cancelled load to be gone
 
 
 class ProgressLine:
@@ -34,6 +37,13 @@ class ProgressLine:
             click.echo("\r\x1b[K", nl=False, err=True)
 
 
+def _ended(client: Any) -> None:
+    """Wait until a cancelled load is gone: until then STATUS may name the model that was about to take over."""
+    limit = time.monotonic() + CANCEL_S
+    while client.status()["load"]["under_way"] and time.monotonic() < limit:
+        time.sleep(0.05)
+
+
 def _cancelled(settings: Settings, ident: bytes) -> None:
     """After an interrupt: end the load that was asked for, and say what serves now."""
     from kd.client import KdClientError
@@ -41,6 +51,7 @@ def _cancelled(settings: Settings, ident: bytes) -> None:
     client = settings.client()
     try:
         client.load_cancel(ident)
+        _ended(client)
         outcome = "the load is cancelled"
     except KdClientError as error:
         if error.name != "STATE":
@@ -84,8 +95,10 @@ def load(
     if cancel:
         if path:
             raise click.UsageError("--cancel takes no PATH: it ends the load under way, whatever its folder")
-        settings.client().load_cancel()
-        model = settings.client().status()["model"]
+        client = settings.client()
+        client.load_cancel()
+        _ended(client)
+        model = client.status()["model"]
         serves = f"{model['path']} serves" if model else "no model is loaded"
         settings.emit("load_cancel", {"model": model}, lambda: click.echo(f"cancelled; {serves}"))
         return

@@ -89,7 +89,9 @@ class Loader:
         """Reserve the only place. Raises ProtocolError."""
         with self._lock:
             if self._busy:
-                raise ProtocolError("BUSY", "a load is under way: wait, or cancel it with LOAD_CANCEL", retry_ms=2000)
+                raise ProtocolError(
+                    "BUSY", "a load is under way: wait, or cancel it (LOAD_CANCEL, kdctl load --cancel)", retry_ms=2000
+                )
             if self._left_behind:
                 raise ProtocolError(
                     "BUSY",
@@ -109,7 +111,11 @@ class Loader:
         """For what must not meet a load. Raises ProtocolError."""
         with self._lock:
             if self._busy:
-                raise ProtocolError("BUSY", "a load is under way: cancel it first", retry_ms=1000)
+                raise ProtocolError(
+                    "BUSY",
+                    "a load is under way: wait, or cancel it first (LOAD_CANCEL, kdctl load --cancel)",
+                    retry_ms=1000,
+                )
             self._unloading = True
         try:
             yield
