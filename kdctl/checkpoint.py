@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import subprocess
 import sys
@@ -145,7 +144,8 @@ def inspect(
     context = context or about["target"]["max_positions"]
     rows = memory(about, device, context, streams)
     for row in rows:
-        row["fits"] = fits(row, device, cards)
+        packed = about.get("packed_tp") or row["tp"]
+        row["fits"] = fits(row, device, cards) if packed == row["tp"] else f"no: packed for {_ranks(packed)}"
     data = about | {
         "draft_refused": drafter,
         "device": device,
@@ -218,7 +218,7 @@ def verify_checkpoint(
     Bytes are compared with everything that is known of them: the hashes in packed files, golden.json, kd-hashes.json, and the
     names in Hugging Face's cache; what was hashed is remembered until a file changes.
     """
-    from kd import checkpoint
+    from kd import checkpoint, hashing
     from kd.native import KdError
 
     if write and no_hashes:
@@ -232,20 +232,13 @@ def verify_checkpoint(
             click.echo(f"\r\x1b[Kreading: {percent} % of {bytes_text(total)}", nl=False, err=True)
 
     try:
-        if write and not os.access(path, os.W_OK) and os.path.isdir(path):
-            raise PermissionError(errno.EACCES, "it may not be written to", path)
         found = checkpoint.verify(
             path, draft=draft, follow_links=follow_links, hashes=not no_hashes, write=write, progress=progress
         )
     except KdError as error:
         raise _failed(error) from None
-    except OSError as error:
-        raise Failure(
-            f"{path}: kd-hashes.json cannot be written ({error.strerror}): verify without --write, or give user "
-            f"{os.geteuid()} leave to write there",
-            PERMISSION,
-            "PERMISSION",
-        ) from None
+    except hashing.NotWritten as error:
+        raise Failure(str(error), PERMISSION, "PERMISSION") from None
     finally:
         if shown[0]:
             click.echo("\r\x1b[K", nl=False, err=True)
@@ -297,6 +290,8 @@ def convert(settings: Settings, path: str, out: str, draft: str, follow_links: b
     from kd.native import KdError
     from kdctl.model import ProgressLine
 
+    if not path or not out:
+        raise click.UsageError("PATH and OUT are names of folders, and may not be empty")
     line = ProgressLine(settings)
 
     def progress(now: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -260,7 +261,7 @@ def test_neighbouring_pieces_are_one_fault(capsys, published, monkeypatch):
 
 def test_what_cannot_be_written_is_said_before_reading(capsys, published, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
-    monkeypatch.setattr(checkpoint, "verify", lambda *_, **__: pytest.fail("hours of reading for nothing"))
+    monkeypatch.setattr(checkpoint, "_read", lambda *_, **__: pytest.fail("hours of reading for nothing"))
     code, error = kdctl(capsys, "verify-checkpoint", published, "--write")
     assert (code, error["name"]) == (9, "PERMISSION")
     assert str(published) in error["message"] and "without --write" in error["message"]
@@ -451,3 +452,39 @@ def test_what_is_not_ours_is_not_removed(capsys, published, tmp_path):
     code, error = kdctl(capsys, "convert", published, out)
     assert code == 1 and ".out.kd-partial is in the way" in error["message"]
     assert published.exists()
+
+
+def test_what_is_no_fault_of_writing_is_not_told_as_one(capsys, published):
+    shutil.rmtree(published / "draft", ignore_errors=True)
+    (published / "draft").write_text("hi")
+    code, found = kdctl(capsys, "verify-checkpoint", published)
+    assert code == 1 and [(f["file"], f["what"].split(",")[0]) for f in found["faults"]] == [("draft", "is no folder")]
+
+
+def test_hashes_that_cannot_be_written(capsys, published, monkeypatch):
+    def full(self, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        code, error = kdctl(capsys, "verify-checkpoint", published, "--write")
+    assert code == 9 and "(No space left on device): verify without --write, or mend that" in error["message"]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: Path(path).name != "draft")
+        code, error = kdctl(capsys, "verify-checkpoint", published, "--write")
+    assert code == 9 and error["message"].startswith(f"{published / 'draft'}: kd-hashes.json cannot be written")
+    assert not (published / "kd-hashes.json").exists()  # not half of it
+
+
+@pytest.mark.parametrize(("out", "code"), [("", 2), (".", 6), ("/", 6)])
+def test_convert_to_what_is_there(capsys, published, monkeypatch, out, code):
+    monkeypatch.chdir(published)
+    assert run(["convert", str(published), out]) == code
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_inspect_of_a_packed_folder_fits_its_own_ranks_alone(capsys, published, tmp_path):
+    convert(published, tmp_path / "packed", tp=2)
+    rows = kdctl(capsys, "inspect", tmp_path / "packed", "--device", "cpu")[1]["memory"]
+    assert {row["tp"]: row["fits"] for row in rows}[1] == "no: packed for 2 ranks"
+    assert [row["tp"] for row in rows if row["fits"] == "yes"] == [2]

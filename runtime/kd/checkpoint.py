@@ -22,7 +22,7 @@ import xxhash
 from kd import hashing
 from kd.files import follow, present, read_bounded, why
 from kd.golden import GOLDEN, Golden, GoldenError
-from kd.hashing import Digest, Segment, digest
+from kd.hashing import HASHES, Digest, Segment, digest
 from kd.headers import (
     INDEX,
     MAX_INDEX_BYTES,
@@ -37,7 +37,6 @@ from kd.headers import (
 )
 from kd.packed import Packed, read_packed
 
-HASHES = "kd-hashes.json"
 MAX_CACHE_BYTES = 64 << 20
 MAX_CONFIG_BYTES = 1 << 20
 # What a load reads beside the weights.
@@ -253,26 +252,19 @@ class _Place:
             faults.append(Fault(self.prefix + name, "", -1, f"is missing; {HASHES} names it"))
         return files
 
+    @property
+    def written(self) -> bool:
+        """Whether kd-hashes.json may be left there: not in a drafter's folder from elsewhere."""
+        return self.prefix in ("", "draft/")
+
     def write(self) -> Path:
-        """kd-hashes.json of what was read. Raises OSError."""
+        """kd-hashes.json of what was read. Raises NotWritten."""
         jobs = [job for job in (*self.weights, *self.sides) if job.found]
         files = {
             job.name.removeprefix(self.prefix): {"bytes": job.bytes, "pieces": job.found.pieces if job.found else []}
             for job in jobs
         }
-        return write_hashes(self.folder, files)
-
-
-def write_hashes(folder: Path, files: dict[str, Any]) -> Path:
-    """kd-hashes.json: {file: {"bytes", "pieces"}}. Raises OSError."""
-    part = folder / f".{HASHES}.{os.getpid()}"
-    try:
-        part.write_text(json.dumps({"piece_bytes": hashing.PIECE_BYTES, "files": files}, indent=1))
-        os.replace(part, folder / HASHES)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
-    return folder / HASHES
+        return hashing.write_hashes(self.folder, files)
 
 
 # ---- verify --------------------------------------------------------------------------------------------------------------
@@ -291,7 +283,7 @@ def verify(
     """{"faults", "files", "bytes", "hashed", "cached", "compared", "written"}. Looks at presence, sizes, headers and index; with
     `hashes` at every byte, for NaN and infinity, and compares with everything there is to compare with; `write`: a folder
     without faults gets a kd-hashes.json, and so does its draft/. Names of files are relative to the folder. Raises KdError for
-    what is no folder, OSError where hashes cannot be written."""
+    what is no folder, NotWritten where hashes cannot be."""
     must_be_folder(folder)
     folder = Path(folder)
     faults: list[Fault] = []
@@ -300,9 +292,19 @@ def verify(
         must_be_folder(draft)
         places.append(_Place(f"{draft}/", Path(draft)))
     elif draft == "auto" and present(folder / "draft") and not packed_names(folder):
-        places.append(_Place("draft/", folder / "draft"))
+        if (folder / "draft").is_dir():
+            places.append(_Place("draft/", folder / "draft"))
+        else:
+            faults.append(Fault("draft", "", -1, "is no folder, and holds no drafter; remove it, or give --draft"))
+    if write:
+        for place in places:
+            if place.written and not os.access(place.folder, os.W_OK):
+                raise hashing.NotWritten(place.folder)
     for place in places:
-        place.read(follow_links, faults)
+        try:
+            place.read(follow_links, faults)
+        except OSError as error:
+            faults.append(Fault(place.prefix, "", -1, f"cannot be read ({error.strerror}) by user {os.geteuid()}"))
     weights = [job for place in places for job in place.weights]
     report: dict[str, Any] = {"files": len(weights), "bytes": sum(job.bytes for job in weights)}
     report |= {"hashed": 0, "cached": 0, "compared": 0, "written": []}
@@ -315,7 +317,7 @@ def verify(
         known.save()
         _compare_golden(folder, places, draft, follow_links, bool(about), report, faults)
     if write and not faults:
-        report["written"] = [str(place.write()) for place in places if place.prefix in ("", "draft/")]
+        report["written"] = [str(place.write()) for place in places if place.written]
     return report | {"faults": [asdict(fault) for fault in faults]}
 
 

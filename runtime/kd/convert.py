@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kd.checkpoint import must_be_folder, write_hashes
+from kd.checkpoint import must_be_folder
 from kd.engine import Engine
 from kd.files import present, read_bounded
 from kd.golden import GOLDEN, Golden, GoldenError
-from kd.hashing import digest
+from kd.hashing import digest, write_hashes
 from kd.structs import failure
 
 # What is not weights: everything a loader, a tokenizer or a person reads.
@@ -50,7 +50,7 @@ def convert(
 ) -> int:
     """Write the packed folder `out`, which must not be there; it appears when it is complete. Takes the memory that serving
     takes. Returns the bytes written. A source that is not what its golden.json says is refused. Raises KdError."""
-    source, out = Path(source), Path(out)
+    source, out = Path(source), Path(os.path.abspath(out))
     must_be_folder(source)
     try:
         golden = Golden.read(source, follow_links)
@@ -80,10 +80,10 @@ def convert(
 def _room_for(out: Path) -> Iterator[Path]:
     """A folder beside `out` to be filled and renamed to it, which goes away if that does not happen. What a conversion to `out`
     that was killed has left there is removed; one that runs still holds the lock in it. Raises KdError, OSError."""
-    partial = out.with_name(f".{out.name}.kd-partial")
     while True:
         if present(out):
             raise failure("KD_E_EXISTS", f"{out} is there: give the name of a folder to be made")
+        partial = out.with_name(f".{out.name}.kd-partial")
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             if not present(partial):

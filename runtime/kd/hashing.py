@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from kd.headers import ELEMENT_BYTES, Header
 
+HASHES = "kd-hashes.json"
 PIECE_BYTES = 64 << 20  # of one hash, so that a fault has a place
 CHUNK_BYTES = 4 << 20
 
@@ -132,3 +136,25 @@ def digest(path: str, header: Header | None, segments: list[Segment], tick: Call
     if in_piece:
         pieces.append(piece.hexdigest())
     return Digest(whole.hexdigest(), git.hexdigest() if git else "", pieces, parts.end(), wild.found)
+
+
+class NotWritten(Exception):
+    """kd-hashes.json could not be left: where, why, what to do."""
+
+    def __init__(self, folder: Path, error: OSError | None = None):
+        denied = error is None or error.errno in (errno.EACCES, errno.EPERM)
+        why = error.strerror if error else os.strerror(errno.EACCES)
+        remedy = f"give user {os.geteuid()} leave to write there" if denied else "mend that"
+        super().__init__(f"{folder}: kd-hashes.json cannot be written ({why}): verify without --write, or {remedy}")
+
+
+def write_hashes(folder: Path, files: dict[str, Any]) -> Path:
+    """kd-hashes.json: {file: {"bytes", "pieces"}}. Raises NotWritten."""
+    part = folder / f".{HASHES}.{os.getpid()}"
+    try:
+        part.write_text(json.dumps({"piece_bytes": PIECE_BYTES, "files": files}, indent=1))
+        os.replace(part, folder / HASHES)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise NotWritten(folder, error) from None
+    return folder / HASHES
