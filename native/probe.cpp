@@ -129,8 +129,12 @@ int32_t kd_probe_add_norm(const kd_probe_device* d, float* h, float* x, const fl
                           int32_t width, float eps) {
     return run("add_norm", d, [&](Rig& rig) {
         const size_t n = static_cast<size_t>(n_rows) * width;
-        ops::add_norm(rig.out(h, n_rows, width), rig.inout(x, n), rig.in(y + rig.rank * n, n_rows, width),
-                      rig.in_const(w, width), rig.count(n_rows), width, eps);
+        const Rows to = rig.out(h, n_rows, width), part = rig.in(y + rig.rank * n, n_rows, width);
+        const Dev<float> sum = rig.inout(x, n);
+        const Vec norm = rig.in_const(w, width);
+        const Count rows = rig.count(n_rows);
+        rig.all_ready();
+        ops::add_norm(to, sum, part, norm, rows, width, eps);
     });
 }
 
@@ -145,6 +149,7 @@ int32_t kd_probe_add_norms(const kd_probe_device* d, float* h, float* x, const f
         std::vector<Rows> parts;
         for (int t = 0; t < times; t++)
             parts.push_back(rig.in(y + (static_cast<size_t>(rig.rank) * times + t) * n, n_rows, width));
+        rig.all_ready();
         for (int t = 0; t < times; t++)
             ops::add_norm(to, sum, parts[t], norm, device::known({n_rows, rows + t}), width, eps);
     });

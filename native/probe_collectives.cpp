@@ -19,6 +19,7 @@ extern "C" int32_t kd_bench_all_reduce(const kd_bench* b, double* us, int32_t tp
         static std::atomic<uint64_t> next{uint64_t{1} << 40};
         const uint64_t key = next++;
         lock.unlock();
+        rig.all_ready();
         const auto all = [&] {
             for (int i = 0; i < b->calls; i++) {
                 if (way == 0)

@@ -35,6 +35,7 @@ int32_t remember(const Error& e) {
 }
 
 Rig::~Rig() {
+    if (!met_) ready_.arrive_and_drop();  // the others do not wait for a rank that failed
     for (const Buffer& b : buffers_) device::release(b.device);
 }
 
@@ -168,12 +169,13 @@ int32_t run(const char* name, const kd_probe_device* d, const std::function<void
     std::vector<std::vector<Rig::Result>> results(d->tp);
     std::vector<int> status(d->tp, KD_OK);
     std::vector<std::string> sentence(d->tp);
+    std::barrier<> ready(d->tp);
     std::vector<std::thread> ranks;
     for (int r = 0; r < d->tp; r++) {
         ranks.emplace_back([&, r] {
             try {
                 device::bind(device::context(*group, r));
-                Rig rig(r, d->aligned != 0, d->more);
+                Rig rig(r, d->aligned != 0, d->more, ready);
                 body(rig);
                 rig.finish(name);
                 results[r] = std::move(rig.results);

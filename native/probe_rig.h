@@ -1,6 +1,7 @@
 // Runs an operation on every rank of a group, in device memory laid out to catch what should not be read or written.
 #pragma once
 
+#include <barrier>
 #include <bit>
 #include <cstdint>
 #include <cstring>
@@ -24,8 +25,9 @@ constexpr uint16_t kSignallingAct = 0x7FA5;  // of a two-byte Act
 class Rig {
   public:
     // With `aligned`, rows start at multiples of 16 bytes, as a model's mostly do; else nowhere in particular.
-    // The numbers of rows it is told could be `more` more.
-    Rig(int rank, bool aligned, int more) : rank(rank), aligned_(aligned), more_(more) {}
+    // The numbers of rows it is told could be `more` more. `ready` is for all ranks.
+    Rig(int rank, bool aligned, int more, std::barrier<>& ready)
+        : rank(rank), aligned_(aligned), more_(more), ready_(ready) {}
     ~Rig();
     Rig(const Rig&) = delete;
     Rig& operator=(const Rig&) = delete;
@@ -71,6 +73,13 @@ class Rig {
     }
     Rope rope(const kd_probe_rope* r);
     View view(const kd_probe_view* v);
+
+    // Every rank's memory is there; once a rig, before an operation whose ranks wait for one another on the GPU. Allocating may
+    // wait for the GPU, so a rank must not wait there for one that still allocates.
+    void all_ready() {
+        met_ = true;
+        ready_.arrive_and_wait();
+    }
 
     // What memory holds now was prepared, not computed: from here on it is what every array started from.
     void settle();
@@ -121,6 +130,8 @@ class Rig {
 
     const bool aligned_;
     const int more_;
+    std::barrier<>& ready_;
+    bool met_ = false;
     std::vector<Buffer> buffers_;
 };
 

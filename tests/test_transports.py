@@ -49,7 +49,7 @@ def rounded(a: np.ndarray) -> np.ndarray:
 
 def parts_of(rng: np.random.Generator, tp: int, *shape: int) -> np.ndarray:
     """Partial sums of very different sizes: another order of adding them gives other bits nearly everywhere."""
-    scale = 2.0 ** rng.integers(-6, 7, (tp, *[1] * (len(shape) - 1), shape[-1]))
+    scale = 2.0 ** rng.integers(-12, 13, (tp, *[1] * (len(shape) - 1), shape[-1]))
     return rounded(rng.standard_normal((tp, *shape)) * scale)
 
 

@@ -100,7 +100,8 @@ __device__ inline int rows_of_start(int row, int rows, const uint32_t* starts) {
     return rows - row;
 }
 
-// A tile's entry for each size of its rows' groups. Entries and items are counted in one number: kEntry + items.
+// A tile's entry for each size of its rows' groups. Entries and items are counted in one number: kEntry + items. All threads call
+// it, with a tile or without.
 constexpr int kEntry = 1 << 20;
 __device__ inline void add_tile(WidePlan& s, int* before, const WideJob& job, WideTile tile, bool there) {
     const int i = static_cast<int>(threadIdx.x), lane = i % kWarp, warp = i / kWarp;
@@ -124,8 +125,9 @@ __device__ inline void add_tile(WidePlan& s, int* before, const WideJob& job, Wi
     const int groups[2] = {wide_groups(whole[0] * kStep), wide_groups(whole[1] * kStep)};
     const int mine = (groups[0] > 0 ? kEntry : 0) + (groups[1] > 0 ? kEntry : 0) + groups[0] + groups[1];
     const int sum = warp_sum_before(mine);
-    if (lane == kWarp - 1) before[warp] = sum;
-    meet<3, kWideTiles>();
+    if (lane == kWarp - 1 && i < kWideTiles) before[warp] = sum;
+    __syncthreads();
+    if (i >= kWideTiles) return;
     int at = sum - mine;
     for (int w = 0; w < warp; w++) at += before[w];
     if (i == kWideTiles - 1) {
@@ -184,9 +186,9 @@ __device__ inline void plan_wide(WidePlan& s, WidePlanning& free, const WideJob&
         }
         __syncthreads();
         there = i < free.tiles;
-        if (there && i < kWideTiles) tile = free.tile[i];
+        if (there) tile = free.tile[i];
     }
-    if (i < kWideTiles) add_tile(s, free.after, job, tile, there);
+    add_tile(s, free.after, job, tile, there);
     __syncthreads();
 }
 
