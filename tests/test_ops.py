@@ -154,6 +154,16 @@ def test_add_norm_adds_in_rank_order(tp, probes, isa):
     assert got.tobytes() in ((x + total).tobytes(), functools.reduce(np.add, y, x).tobytes())
 
 
+@pytest.mark.parametrize("n, k", [(3300, 320), (70, 2112), (70, 2368), (1060, 640), (1700, 640), (300, 136)])
+def test_products_of_few_and_of_many_rows_have_the_same_bits(n, k, probes):
+    """How a product is dealt out depends on how many rows there are, and on the GPU by which instructions; its bits do not."""
+    rng = np.random.default_rng(n)
+    x, w = ref.base.rand(rng, 200, k), ref.base.rand_mat(rng, n, k)
+    few = np.concatenate([probes.logits(Device(), x=x[i : i + 8], w=w)[0] for i in range(0, 200, 8)])
+    for rows in 12, 16, 27, 32, 50, 64, 100, 128, 130, 200:
+        assert_same_bits(probes.logits(Device(), x=x[:rows], w=w), (few[:rows],), f"{rows} rows")
+
+
 @pytest.mark.parametrize("name", sorted(ref.OPS))
 def test_threads_change_no_bit(name, isa, probes):
     for case, _ in worked(name):

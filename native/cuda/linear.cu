@@ -13,17 +13,50 @@ using namespace cuda;
 // Which tile: a choice by speed alone, measured with bench/linear_tiles.cu on an H200 (SPEED.md). What counts is that all of w
 // is under way soon, so enough blocks for some 132 multiprocessors; how often x passes from the L2 cache to them, once a
 // tile of rows of w; and, from some 32 rows on, how many products a fragment is used for.
-template <class Out>
-void product(const Product<Out>& p) {
-    if (p.n_rows.most <= 0 || p.w.n <= 0) return;
-    if (p.w.k % kColumns != 0 || !aligned16(p.x) || !aligned16(p.w.w)) return run<Tile<1, 4, 2, 16>, false>(p);
-    const int rows = p.n_rows.most, k = p.w.k;
-    const int sixteens = ceil_div(p.w.n, 16);
-    const bool narrow = sixteens < 200;           // less than a block and a half for each multiprocessor
-    const bool few = sixteens <= 64 && k > 2048;  // half of them idle unless blocks share results
-    const bool short_rows = k <= 4 * kPanel;      // not even a panel for every part
+struct Choice {
+    int rows, k, sixteens;
+    bool narrow, few, short_rows;
+    explicit Choice(int rows, const Mat& w) : rows(rows), k(w.k), sixteens(ceil_div(w.n, 16)) {
+        narrow = sixteens < 200;           // less than a block and a half for each multiprocessor
+        few = sixteens <= 64 && k > 2048;  // half of them idle unless blocks share results
+        short_rows = k <= 4 * kPanel;      // not even a panel for every part
+    }
     // Launched early, the blocks of a grid of about one a multiprocessor crowd those that the kernel before leaves free.
-    const How how{rows <= 16 || k <= 1536, !(narrow && sixteens > 100 && rows > 16)};
+    bool early() const { return rows <= 16 || k <= 1536; }
+};
+
+// Products of warpgroups, on sm_90. False where others are no slower: up to 8 rows, and up to 32 of w that is narrow or short.
+template <int kDown, int kAcross, int kInTurn, int kRows>
+using Wide = Tile<kDown, kAcross, kInTurn, kRows, 16, 1, Way::groups>;
+template <class Out>
+bool wide_product(const Product<Out>& p, const Choice& c) {
+    const How how{c.early(), true};
+    const auto take = [&]<class T>(How how) {
+        run<T, true>(p, how);
+        return true;
+    };
+    if (c.rows <= 8 || (c.rows <= 32 && (c.narrow || c.short_rows))) return false;
+    if (c.rows <= 16) return take.template operator()<Wide<4, 2, 4, 16>>(how);
+    if (c.rows <= 32) return take.template operator()<Wide<4, 2, 4, 32>>(how);
+    if (c.rows <= 64) {
+        if (c.short_rows) return take.template operator()<Wide<4, 2, 2, 64>>(how);
+        if (c.few) return take.template operator()<Wide<4, 1, 1, 64>>(how);
+        // Some hundred blocks: as clusters of four they would not all run at once.
+        if (c.narrow) return take.template operator()<Wide<4, 2, 1, 64>>({how.early, c.sixteens <= 100});
+        return take.template operator()<Wide<4, 2, 4, 64>>(how);
+    }
+    if (c.rows <= 128 && c.few) return take.template operator()<Wide<4, 1, 1, 64>>(how);
+    if (c.rows <= 128 && c.narrow && !c.short_rows) return take.template operator()<Wide<4, 4, 1, 64>>(how);
+    if (!c.short_rows && c.k <= 2304) return take.template operator()<Wide<4, 2, 4, 64>>(how);
+    return take.template operator()<Wide<4, 2, 2, 128>>(how);
+}
+
+// Products of warps, everywhere.
+template <class Out>
+void base_product(const Product<Out>& p, const Choice& c) {
+    const int rows = c.rows, k = c.k, sixteens = c.sixteens;
+    const bool narrow = c.narrow, few = c.few, short_rows = c.short_rows;
+    const How how{c.early(), !(narrow && sixteens > 100 && rows > 16)};
     if (rows <= 8) {
         if (few) return run<Tile<1, 4, 1, 8>, true>(p, how);
         if (short_rows) return run<Tile<2, 2, 2, 8>, true>(p, how);
@@ -49,6 +82,15 @@ void product(const Product<Out>& p) {
     if (few && rows <= 128) return run<Tile<2, 2, 1, 64>, true>(p, how);
     if (narrow && rows <= 128) return run<Tile<2, 2, 2, 64>, true>(p, {how.early, true});
     run<Tile<4, 1, 2, 64, 16, 2>, true>(p, {how.early, true});
+}
+
+template <class Out>
+void product(const Product<Out>& p) {
+    if (p.n_rows.most <= 0 || p.w.n <= 0) return;
+    if (p.w.k % kColumns != 0 || !aligned16(p.x) || !aligned16(p.w.w)) return run<Tile<1, 4, 2, 16>, false>(p);
+    const Choice c(p.n_rows.most, p.w);
+    if (bound().group.name == "sm_90" && wide_product(p, c)) return;
+    base_product(p, c);
 }
 
 constexpr int kGateThreads = 128;

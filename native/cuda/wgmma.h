@@ -115,6 +115,13 @@ __device__ __forceinline__ void products_wait() {
 #endif
 }
 
+// After products_wait<0>: d holds the products, and is not read before.
+template <int kN>
+__device__ __forceinline__ void products_in(float (&d)[kN]) {
+#pragma unroll
+    for (int i = 0; i < kN; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+
 // Bytes (a multiple of 16) of shared memory to global memory, and until those that this thread started have been read.
 __device__ __forceinline__ void copy_out(void* global, const void* shared, int bytes) {
 #if KD_HOPPER
@@ -140,6 +147,12 @@ __device__ __forceinline__ void store_matrices(void* row, uint32_t a, uint32_t b
 #define KD_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define KD_D16(i) KD_D4(i), KD_D4(i + 4), KD_D4(i + 8), KD_D4(i + 12)
 #define KD_D64(i) KD_D16(i), KD_D16(i + 16), KD_D16(i + 32), KD_D16(i + 48)
+#define KD_R8 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define KD_R16 KD_R8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define KD_R64                                                                                                 \
+    KD_R16                                                                                                     \
+    ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41" \
+    ",%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 
 // d (+)= a b^T over 16 columns: a 64 rows, b 64 rows. Thread 32 w + 4 g + t holds at d[4 n + 2 h + i] row 16 w + 8 h + g, column
 // 8 n + 2 t + i.
@@ -152,6 +165,34 @@ __device__ __forceinline__ void product_rows(float (&d)[32], uint64_t a, uint64_
         "29,%30,"
         "%31}, %32, %33, add, 1, 1, 0, 0;\n}\n"
         : KD_D16(0), KD_D16(16)
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+#endif
+}
+// The same with 16, 32 and 128 rows of b.
+__device__ __forceinline__ void product_rows(float (&d)[8], uint64_t a, uint64_t b, bool add) {
+#if KD_HOPPER
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %10, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {" KD_R8 "}, %8, %9, add, 1, 1, 0, 0;\n}\n"
+        : KD_D4(0), KD_D4(4)
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+#endif
+}
+__device__ __forceinline__ void product_rows(float (&d)[16], uint64_t a, uint64_t b, bool add) {
+#if KD_HOPPER
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %18, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" KD_R16 "}, %16, %17, add, 1, 1, 0, 0;\n}\n"
+        : KD_D16(0)
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+#endif
+}
+__device__ __forceinline__ void product_rows(float (&d)[64], uint64_t a, uint64_t b, bool add) {
+#if KD_HOPPER
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" KD_R64 "}, %64, %65, add, 1, 1, 0, 0;\n}\n"
+        : KD_D64(0)
         : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 #endif
 }
@@ -189,6 +230,9 @@ __device__ __forceinline__ void product_columns(float (&d)[128], uint64_t a, uin
 #endif
 }
 
+#undef KD_R64
+#undef KD_R16
+#undef KD_R8
 #undef KD_D4
 #undef KD_D16
 #undef KD_D64
