@@ -35,7 +35,7 @@ constexpr unsigned kAll = 0xFFFFFFFFu;
 constexpr int kUnit = 42;
 constexpr float kMostCost = 64;  // of a tree's last node
 constexpr Cost kClose = 64;      // costs that are further apart are in the order of their sums
-constexpr int kDepths = 16, kBuckets = 256;
+constexpr int kDepths = 16, kBuckets = 128;
 constexpr int kDepthBits = 4, kSlotBits = 11;  // of a key, after the cost
 static_assert(kDepths >= KD_MAX_DEPTH && kDepths == 1 << kDepthBits);
 static_assert(Cost{72} << kUnit >> (64 - kDepthBits - kSlotBits) == 0);
@@ -57,62 +57,44 @@ struct Set {
 };
 
 // kMost: nodes of a tree. kThreads: of a block, kEach: candidates of the table a thread.
-template <int kMost_>
+template <int kMost_, int kThreads_>
 struct Room {
-    static constexpr int kMost = kMost_;
-    static constexpr int kThreads = kMost <= 64 ? 256 : 512;
+    static constexpr int kMost = kMost_, kThreads = kThreads_;
     static constexpr int kEach = kDepths * kMost / kThreads;
-    static constexpr int kSets = kMost <= 64 ? 512 : 1536, kNodes = kSets;
-    static constexpr bool kTighten = kMost > 64;  // the bound, after every deviation
-    static_assert(kNodes < 1 << kSlotBits);
+    static constexpr int kSets = kMost <= 64 ? 1024 : 2560, kNodes = kMost <= 64 ? 512 : 1024;
+    static_assert(kNodes < 1 << kSlotBits && kThreads >= kBuckets);
 
     float cost[kDepths * kMost];  // [depths][width]
     int32_t token[kDepths * kMost];
     float spine[kDepths];
     Cost spine_units[kDepths], first_units[kDepths];  // first: of a row
     alignas(16) unsigned histogram[kBuckets];
-    int singles;
     float set_excess[kSets];
     Cost set_units[kSets];
     Set set[kSets];
-    uint16_t first_slot[kSets];  // of the set's shortest prefix; the longer ones follow
-    struct Order {
-        alignas(16) Cost key[kNodes + 2];  // cost, depth, slot
-        uint16_t set_of[kNodes], rank[kNodes];
-    };
-    union {
-        float single[kDepths * kMost];  // excess of sets of one deviation, its depth in the last digits
-        Order order;
-    };
+    uint16_t first_slot[kSets];        // of the set's shortest prefix; the longer ones follow
+    alignas(16) Cost key[kNodes + 2];  // cost, depth, slot
+    uint16_t set_of[kNodes], rank[kNodes];
     Cost sorted[kMost + 1];
     int added[kDepths + 1];  // sets of so many deviations
     int nodes;
 };
 
-// The end of the bucket with which there are n.
+// The bucket with which there are n, and one more.
 __device__ __forceinline__ int bucket_of(const unsigned (&histogram)[kBuckets], int n) {
     const int lane = threadIdx.x % 32;
-    const auto* from = reinterpret_cast<const uint4*>(histogram) + lane * 2;
-    const uint4 a = from[0], b = from[1];
-    const unsigned own[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-    unsigned sum = 0;
-#pragma unroll
-    for (int i = 0; i < 8; i++) sum += own[i];
-    unsigned total = sum;
+    const uint4 own = reinterpret_cast<const uint4*>(histogram)[lane];
+    const unsigned two = own.x + own.y, three = two + own.z;
+    unsigned total = three + own.w;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
         const unsigned left = __shfl_up_sync(kAll, total, step);
         if (lane >= step) total += left;
     }
-    unsigned before = total - sum;
-    int bucket = lane * 8;
-#pragma unroll
-    for (int i = 0; i < 7; i++) {
-        before += own[i];
-        bucket += before < static_cast<unsigned>(n);
-    }
-    const unsigned reached = __ballot_sync(kAll, total >= static_cast<unsigned>(n));
-    return __shfl_sync(kAll, bucket, reached ? __ffs(static_cast<int>(reached)) - 1 : 31) + 1;
+    const auto most = static_cast<unsigned>(n);
+    const unsigned before = total - three - own.w, reached = __ballot_sync(kAll, total >= most);
+    const int bucket = 4 * lane + 1 + (before + own.x < most) + (before + two < most) + (before + three < most);
+    return __shfl_sync(kAll, bucket, reached ? __ffs(static_cast<int>(reached)) - 1 : 31);
 }
 
 // Places for the items of a warp's lanes, of which a lane has kEach: found[j] says which lanes have a j-th one. One atomic sum.
@@ -155,7 +137,7 @@ __device__ __forceinline__ bool choose(R& w, int32_t* node_token, int32_t* node_
     if (thread < kBuckets) w.histogram[thread] = 0;
     if (thread <= kDepths) w.added[thread] = 0;
     if (thread == 0) {
-        w.nodes = w.singles = 0;
+        w.nodes = 0;
         w.set_excess[0] = 0;
         w.set_units[0] = 0;
         w.set[0] = {0, 0, 0};
@@ -205,42 +187,13 @@ __device__ __forceinline__ bool choose(R& w, int32_t* node_token, int32_t* node_
     const float all = enough ? w.cost[lane * width + last] + first + spine : CUDART_INF_F;
     const float most = __uint_as_float(__reduce_min_sync(kAll, __float_as_uint(fmaxf(all, 1e-30f))));
     if (!(most < kMostCost)) return false;
-    const float per_bucket = (kBuckets - 1) / most;
-    const auto bucket = [=](float c) { return static_cast<int>(c * per_bucket); };
+    const float per_bucket = __fdividef(kBuckets - 1, most), of_bucket = most * (1.0f / (kBuckets - 1));
 
-    // The prefixes of at most one deviation under it, counted by pairs of a set and a depth.
+    // Sets of one deviation that have a prefix under it; then all their prefixes are counted, by pairs of a set and a depth.
     unsigned found[R::kEach];
 #pragma unroll
     for (int j = 0; j < R::kEach; j++) found[j] = __ballot_sync(kAll, rank[j] > 0 && cost[j] <= most);
-    int at = place_for(&w.singles, found);
-#pragma unroll
-    for (int j = 0; j < R::kEach; j++) {
-        const auto packed =
-            (__float_as_uint(excess[j]) & ~static_cast<unsigned>(kDepths - 1)) | static_cast<unsigned>(depth[j]);
-        if (found[j] >> lane & 1) w.single[at + before_lane(found[j])] = __uint_as_float(packed);
-        at += __popc(found[j]);
-    }
-    const float own_spine = own_depth < depths ? w.spine[own_depth] : CUDART_INF_F;
-    if (group == 0 && own_spine <= most) atomicAdd(&w.histogram[bucket(own_spine)], 1u);
-    __syncthreads();
-    const int singles = w.singles;
-#pragma unroll 4
-    for (int m = group; m < singles; m += kGroups) {
-        const float single = w.single[m], under = single + own_spine;
-        if (own_depth >= static_cast<int>(__float_as_uint(single) & (kDepths - 1)) && under <= most)
-            atomicAdd(&w.histogram[bucket(under)], 1u);
-    }
-    __syncthreads();
-    constexpr float kSlack = 1 + 0x1p-15f;
-    const auto bound = [&] {
-        return min(static_cast<float>(bucket_of(w.histogram, n)) / per_bucket, most) * kSlack + 0x1p-30f;
-    };
-    float limit = bound();
-
-    // Sets of one deviation.
-#pragma unroll
-    for (int j = 0; j < R::kEach; j++) found[j] = __ballot_sync(kAll, rank[j] > 0 && cost[j] <= limit);
-    at = 1 + place_for(&w.added[1], found);
+    int at = 1 + place_for(&w.added[1], found);
 #pragma unroll
     for (int j = 0; j < R::kEach; j++) {
         const int place = at + before_lane(found[j]);
@@ -251,38 +204,51 @@ __device__ __forceinline__ bool choose(R& w, int32_t* node_token, int32_t* node_
         }
         at += __popc(found[j]);
     }
+    const float own_spine = own_depth < depths ? w.spine[own_depth] : CUDART_INF_F;
     __syncthreads();
+    int begin = 0, end = 1 + w.added[1];
+    if (end > R::kSets) return false;
+    const auto count = [&] {
+        for (int m = begin + group; m < end; m += kGroups) {
+            const float under = w.set_excess[m] + own_spine;
+            if (own_depth >= w.set[m].depth && under <= most)
+                atomicAdd(&w.histogram[static_cast<int>(under * per_bucket)], 1u);
+        }
+        __syncthreads();
+        // More than what single precision and __fdividef can be wrong by.
+        return min(static_cast<float>(bucket_of(w.histogram, n)) * of_bucket, most) * (1 + 0x1p-15f) + 0x1p-30f;
+    };
+    float limit = count();
+
     // Of one more, by pairs of a set and a depth below its own.
     const float own_first = own_depth < depths ? w.cost[own_depth * width] : 0;
-    int begin = 1, end = 1 + w.added[1];
-    for (int level = 2; begin < end && end <= R::kSets; level++) {
+    begin = 1;
+    for (int level = 2; begin < end; level++) {
         for (int m = begin + group; m < end; m += kGroups) {
             const float set_excess = w.set_excess[m];
-            if (own_depth <= w.set[m].depth || own_depth >= depths) continue;
-            for (int r = 1, i = own_depth * width + 1; r < width; r++, i++) {
-                const float both = set_excess + (w.cost[i] - own_first);
-                if (!(both + own_spine <= limit)) break;
-                const int place = end + atomicAdd(&w.added[level], 1);
-                if (place >= R::kSets) break;
-                w.set_excess[place] = both;
-                w.set_units[place] = w.set_units[m] + units_of(w.cost[i]) - w.first_units[own_depth];
-                w.set[place] = {static_cast<uint8_t>(own_depth), static_cast<uint8_t>(r), static_cast<uint16_t>(m)};
+            const auto under = [&](int r) {
+                return r < width && set_excess + (w.cost[own_depth * width + r] - own_first) + own_spine <= limit;
+            };
+            if (own_depth <= w.set[m].depth || !under(1)) continue;
+            int more = 1;
+            while (under(1 + more)) more++;
+            const int place = end + atomicAdd(&w.added[level], more);
+            const Cost units = w.set_units[m] - w.first_units[own_depth];
+            for (int i = 0; i < more && place + i < R::kSets; i++) {
+                const float cost = w.cost[own_depth * width + 1 + i];
+                w.set_excess[place + i] = set_excess + (cost - own_first);
+                w.set_units[place + i] = units + units_of(cost);
+                w.set[place + i] = {static_cast<uint8_t>(own_depth), static_cast<uint8_t>(1 + i),
+                                    static_cast<uint16_t>(m)};
             }
         }
         __syncthreads();
         begin = end;
         end += w.added[level];
-        if constexpr (R::kTighten) {
-            if (begin == end || end > R::kSets) break;
-            for (int m = begin + group; m < end; m += kGroups) {
-                const float under = w.set_excess[m] + own_spine;
-                if (own_depth >= w.set[m].depth && under <= most) atomicAdd(&w.histogram[bucket(under)], 1u);
-            }
-            __syncthreads();
-            limit = min(limit, bound());
-        }
+        if (end > R::kSets) return false;
+        // A better bound by them, where it saves more than it costs.
+        if (begin < end && (level == 2 || R::kMost > 64)) limit = min(limit, count());
     }
-    if (end > R::kSets) return false;
 
     // Their prefixes.
     constexpr int kAtOnce = 4;
@@ -303,9 +269,9 @@ __device__ __forceinline__ bool choose(R& w, int32_t* node_token, int32_t* node_
             const int own = slot + before_lane(there[j]), m = from + j * kGroups + group;
             if (there[j] >> lane & 1 && own < R::kNodes) {
                 const Cost units = w.set_units[m] + own_units;
-                w.order.key[own] =
+                w.key[own] =
                     (units << kDepthBits | static_cast<unsigned>(own_depth)) << kSlotBits | static_cast<unsigned>(own);
-                w.order.set_of[own] = static_cast<uint16_t>(m);
+                w.set_of[own] = static_cast<uint16_t>(m);
                 if (own_depth == first_depth[j]) w.first_slot[m] = static_cast<uint16_t>(own);
             }
             slot += __popc(there[j]);
@@ -319,18 +285,18 @@ __device__ __forceinline__ bool choose(R& w, int32_t* node_token, int32_t* node_
     int parts = 1;
     while (parts < 8 && 2 * parts * nodes <= kThreads) parts *= 2;
     for (int i = thread / parts; i - thread / parts < nodes; i += kThreads / parts) {
-        const Cost own = i < nodes ? w.order.key[i] : 0;
+        const Cost own = i < nodes ? w.key[i] : 0;
         int better = 0;
 #pragma unroll 4
         for (int other = thread % parts; other < nodes / 2; other += parts) {
-            const ulonglong2 two = *reinterpret_cast<const ulonglong2*>(&w.order.key[2 * other]);
+            const ulonglong2 two = *reinterpret_cast<const ulonglong2*>(&w.key[2 * other]);
             better += (two.x < own) + (two.y < own);
         }
-        if (nodes % 2 && thread % parts == 0) better += w.order.key[nodes - 1] < own;
+        if (nodes % 2 && thread % parts == 0) better += w.key[nodes - 1] < own;
         for (int step = parts / 2; step; step /= 2) better += __shfl_xor_sync(kAll, better, step);
         if (thread % parts || i >= nodes) continue;
         if (better <= n) w.sorted[better] = own;
-        w.order.rank[i] = static_cast<uint16_t>(better);
+        w.rank[i] = static_cast<uint16_t>(better);
     }
     __syncthreads();
     bool close = false;
@@ -339,12 +305,12 @@ __device__ __forceinline__ bool choose(R& w, int32_t* node_token, int32_t* node_
         const Cost own = w.sorted[i];
         const int slot = static_cast<int>(own) & ((1 << kSlotBits) - 1);
         const int d = static_cast<int>(own >> kSlotBits) & (kDepths - 1);
-        const Set set = w.set[w.order.set_of[slot]];
+        const Set set = w.set[w.set_of[slot]];
         const bool deviates = d == set.depth && set.rank > 0;
         int parent = 0;
         if (d > 0) {
             const int above = deviates ? w.first_slot[set.without] + d - 1 - w.set[set.without].depth : slot - 1;
-            parent = w.order.rank[above] + 1;
+            parent = w.rank[above] + 1;
         }
         if (i > 0) close |= (own >> kBits) - (w.sorted[i - 1] >> kBits) <= kClose && parent != i;
         if (i == n - 1 && n < nodes) close |= (w.sorted[n] >> kBits) - (own >> kBits) <= kClose;
@@ -410,9 +376,9 @@ void tree_build(const Nodes& out, Dev<int32_t> token, Dev<float> logprob, const 
                 Count n_streams, int width) {
     // No stream of a round has a budget above the table's width.
     if (width <= 64)
-        build<Room<64>>(out, token, logprob, drafts, budget, n_streams, width);
+        build<Room<64, 512>>(out, token, logprob, drafts, budget, n_streams, width);
     else
-        build<Room<KD_MAX_NODES>>(out, token, logprob, drafts, budget, n_streams, width);
+        build<Room<KD_MAX_NODES, 1024>>(out, token, logprob, drafts, budget, n_streams, width);
 }
 
 }  // namespace kd::ops
