@@ -110,11 +110,35 @@ __device__ __forceinline__ void score_rows(Room& room, float* sums, const Scores
         for (int b = 0; b < kGroups; b++)
             x[b] = s.row<kHAligned>(first_row + 8 * b + g, run < runs ? end : 0, s.column(run) + 8 * t);
     };
-    constexpr int kUnroll = kGroups == 1 ? kAhead : kGroups == 2 ? 2 : 1;  // as far as registers last
     float d[kGroups][4] = {};
+    const auto multiply = [&](int i, const uint4(&x)[kGroups]) {
+        float w[2][8];
+        uint32_t bits = 0;
+#pragma unroll
+        for (int v = 0; v < 4; v++) {
+            const float4 four = *reinterpret_cast<const float4*>(&weights[i][g + v / 2 * 8][8 * t + v % 2 * 4]);
+            float* const to = &w[v / 2][v % 2 * 4];
+            to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+            bits |=
+                __float_as_uint(four.x) | __float_as_uint(four.y) | __float_as_uint(four.z) | __float_as_uint(four.w);
+        }
+        uint32_t large[2][4];
+        term_of(large, w);
+        if (__any_sync(0xffffffffu, (bits & 0xffffu) != 0)) {
+            uint32_t middle[2][4], small[2][4];
+            term_of(middle, w);
+            term_of(small, w);
+            take_term(d, small, x);
+            take_term(d, middle, x);
+        }
+        take_term(d, large, x);
+    };
+    // Rows of the next run are on their way while one is multiplied.
+    constexpr int kUnroll = kGroups == 1 ? kAhead / 2 : 1;  // as far as registers last
+    static_assert(kAhead % 2 == 0);
     for (int first = warp; first < runs; first += kPartWarps * kAhead) {
-        uint4 x[kGroups];
-        if constexpr (kGroups == 1) fetch(x, first);
+        uint4 now[kGroups], next[kGroups];
+        fetch(now, first);
         if (staged != first) {
             __syncwarp();  // all have read what is now written over
             s.stage<kRouterAligned>(weights, first);
@@ -123,28 +147,11 @@ __device__ __forceinline__ void score_rows(Room& room, float* sums, const Scores
         cp_async_wait<0>();
         __syncwarp();
 #pragma unroll kUnroll
-        for (int i = 0; i < kAhead; i++) {
-            if (kGroups > 1 || i > 0) fetch(x, first + i * kPartWarps);
-            float w[2][8];
-            uint32_t bits = 0;
-#pragma unroll
-            for (int v = 0; v < 4; v++) {
-                const float4 four = *reinterpret_cast<const float4*>(&weights[i][g + v / 2 * 8][8 * t + v % 2 * 4]);
-                float* const to = &w[v / 2][v % 2 * 4];
-                to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
-                bits |= __float_as_uint(four.x) | __float_as_uint(four.y) | __float_as_uint(four.z) |
-                        __float_as_uint(four.w);
-            }
-            uint32_t large[2][4];
-            term_of(large, w);
-            if (__any_sync(0xffffffffu, (bits & 0xffffu) != 0)) {
-                uint32_t middle[2][4], small[2][4];
-                term_of(middle, w);
-                term_of(small, w);
-                take_term(d, small, x);
-                take_term(d, middle, x);
-            }
-            take_term(d, large, x);
+        for (int i = 0; i < kAhead; i += 2) {
+            fetch(next, first + (i + 1) * kPartWarps);
+            multiply(i, now);
+            if (i + 2 < kAhead) fetch(now, first + (i + 2) * kPartWarps);
+            multiply(i + 1, next);
         }
     }
 #pragma unroll
