@@ -9,11 +9,16 @@
 // Order of arguments: outputs, inputs, weights, sizes, shape.
 #pragma once
 
+#include <functional>
 #include <span>
 
 #include "types.h"
 
 namespace kd::ops {
+
+// No operation, but the order of some: run two parts of a step that do not need each other. A backend may work on both at once.
+// They share neither what they write nor a use of scratch memory.
+void side_by_side(const std::function<void()>& one, const std::function<void()>& other);
 
 // ---- rows (rows.cpp, ref/rows.py) ------------------------------------------------------------------------------------
 

@@ -105,7 +105,7 @@ void verify_part(Rank& r, const Room& room) {
 // ---- the host's part -------------------------------------------------------------------------------------------------
 
 int recorded_streams(const Limits& l, int n) { return round_up(n, {1, 4, 16}, l.streams); }
-int recorded_rows(const Limits& l, int n) { return round_up(n, {64, 256}, l.rows); }
+int recorded_rows(const Limits& l, int n) { return round_up(n, {16, 64, 256}, l.rows); }
 
 void tell(Stage& g, std::span<Sequence* const> batch, int cap) {
     const Limits& l = g.ranks[0]->limits;

@@ -190,6 +190,13 @@ void mla_value(Rows o, Rows o_lat, Mat v_up, Count n_rows, const Shape& s) {
           [&] { ops::mla_value(o, o_lat, v_up, n_rows, s); });
 }
 
+// One after the other while stages are watched: what overlaps has no time of its own.
+void side_by_side(const std::function<void()>& one, const std::function<void()>& other) {
+    if (!watching) return ops::side_by_side(one, other);
+    one();
+    other();
+}
+
 void route(Dev<int32_t> expert, Dev<float> weight, Rows h, Dev<const float> router, Vec bias, Count n_rows,
            const Shape& s) {
     const double size = double(s.experts) * s.hidden;  // bf16 in checkpoints

@@ -154,7 +154,8 @@ def test_native_code_never_prints_ends_or_reads_the_environment(path):
 
 # ---- every op, everywhere ----------------------------------------------------------------------------------
 
-OPS = re.findall(r"^void (\w+)\(", (NATIVE / "ops.h").read_text(), re.M)
+ORDER = {"side_by_side"}  # computes nothing
+OPS = [op for op in re.findall(r"^void (\w+)\(", (NATIVE / "ops.h").read_text(), re.M) if op not in ORDER]
 FACES = {
     "spec": ("tests/ref/*.py", r"^def {op}\("),
     "cpu": ("native/cpu/*.cpp", r"^void (?:ops::|kd::ops::)?{op}\("),

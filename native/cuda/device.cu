@@ -54,9 +54,13 @@ class Allocations {
 // What the library has code for is asked by looking for this.
 __global__ void any_kernel() {}
 
+// What a kernel's fault makes every later call of the process report.
+bool is_fault(cudaError_t status) { return status >= cudaErrorIllegalAddress && status <= cudaErrorLaunchFailure; }
+
 int count_devices() {
     int n = 0;
     const cudaError_t status = cudaGetDeviceCount(&n);
+    if (is_fault(status)) cuda::check(status, "cudaGetDeviceCount");
     int driver = 0;
     cudaDriverGetVersion(&driver);
     if (status == cudaErrorInsufficientDriver && driver > 0)
@@ -77,7 +81,8 @@ std::string open_device(int device) {
     cuda::check(cudaSetDevice(device), "cudaSetDevice");
     const std::string name = "sm_" + std::to_string(prop.major) + std::to_string(prop.minor);
     cudaFuncAttributes found;
-    if (cudaFuncGetAttributes(&found, any_kernel) != cudaSuccess) {
+    if (const cudaError_t status = cudaFuncGetAttributes(&found, any_kernel); status != cudaSuccess) {
+        if (is_fault(status)) cuda::check(status, "cudaFuncGetAttributes");
         cudaGetLastError();
         fail(KD_E_DEVICE,
              "GPU %d (%s, %s) is not among those this library has code for (%s): build it with "
@@ -95,15 +100,18 @@ Context::Context(Group& group, int rank, int device) : group(group), rank(rank),
     cuda::check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
     overlaps = major >= 9;
     cuda::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
-    for (cudaEvent_t& e : filled) cuda::check(cudaEventCreateWithFlags(&e, cudaEventDisableTiming), "cudaEventCreate");
+    cuda::check(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking), "cudaStreamCreate");
+    for (cudaEvent_t* e : {&filled[0], &filled[1], &forked, &joined})
+        cuda::check(cudaEventCreateWithFlags(e, cudaEventDisableTiming), "cudaEventCreate");
 }
 
 Context::~Context() {
     cudaSetDevice(device);
     cudaStreamSynchronize(stream);
     forget();
-    for (cudaEvent_t e : filled) cudaEventDestroy(e);
+    for (cudaEvent_t e : {filled[0], filled[1], forked, joined}) cudaEventDestroy(e);
     cudaFree(box);
+    cudaStreamDestroy(side);
     cudaStreamDestroy(stream);
 }
 
@@ -452,8 +460,9 @@ void check(cudaError_t status, const char* what) {
              "rank %d has waited %d s in collective %u for rank %d, which did not come: close the engine and open it "
              "again",
              word->waiting, static_cast<int>(kMostWaitNs / 1'000'000'000), word->turn, word->absent);
-    fail(KD_E_FATAL, "the GPU reported %s (%s) at %s: close the engine and open it again", cudaGetErrorName(status),
-         cudaGetErrorString(status), what);
+    fail(KD_E_FATAL,
+         "the GPU reported %s (%s) at %s: end this process and start another, it gets nothing more of the GPU",
+         cudaGetErrorName(status), cudaGetErrorString(status), what);
 }
 
 Scratch::~Scratch() {

@@ -63,7 +63,11 @@ class Context {
     int major = 0;  // of the compute capability
     cudaStream_t stream = nullptr;
     cuda::Scratch scratch[static_cast<int>(cuda::Use::count)];
-    bool overlaps = false;  // kernels may start before the one before them has ended
+    bool overlaps = false;  // kernels may start before the one before them has ended,
+    bool waits = false;     // but not the next: another stream's work is before it, too
+    // side_by_side()
+    cudaStream_t side = nullptr;
+    cudaEvent_t forked = nullptr, joined = nullptr;
     // comm.h
     cuda::Scratch shared[2];
     cudaEvent_t filled[2] = {};

@@ -38,7 +38,8 @@ void launch_with(Launch how, dim3 grid, dim3 block, A&&... args) {
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
     cudaLaunchAttribute more[2] = {};
     cudaLaunchConfig_t config{grid, block, kDynamic, c.stream, more, 0};
-    if (how.early && c.overlaps) {
+    const bool waits = std::exchange(c.waits, false);
+    if (how.early && c.overlaps && !waits) {
         more[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
         more[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
     }

@@ -45,7 +45,7 @@ bool wide_product(const Product<Out>& p, const Choice& c) {
         if (c.narrow) return take.template operator()<Wide<4, 2, 1, 64>>({how.early, c.sixteens <= 100});
         return take.template operator()<Wide<4, 2, 4, 64>>(how);
     }
-    if (c.rows <= 128 && c.few) return take.template operator()<Wide<4, 1, 1, 64>>(how);
+    if (c.rows <= 128 && c.few) return take.template operator()<Wide<4, 2, 1, 64>>(how);
     if (c.rows <= 128 && c.narrow && !c.short_rows) return take.template operator()<Wide<4, 4, 1, 64>>(how);
     if (!c.short_rows && c.k <= 2304) return take.template operator()<Wide<4, 2, 4, 64>>(how);
     return take.template operator()<Wide<4, 2, 2, 128>>(how);

@@ -236,7 +236,11 @@ __device__ inline void wide_values(WideShared& s, const WideJob& job, const CUte
             const unsigned stage = n % kWideStages;
             meet<1, kWideThreads>();
             if (step > 0) {
-                const float low = s.keep[warp * 16 + g], high = s.keep[warp * 16 + 8 + g];
+                // Read by the lanes that tell that it has been.
+                float low = 1, high = 1;
+                if (lane % 4 == 0) low = s.keep[warp * 16 + g], high = s.keep[warp * 16 + 8 + g];
+                low = __shfl_sync(0xffffffffu, low, lane & ~3);
+                high = __shfl_sync(0xffffffffu, high, lane & ~3);
                 if (__any_sync(0xffffffffu, low != 1.0f || high != 1.0f)) {  // times 1 changes nothing
 #pragma unroll
                     for (int c = 0; c < 32; c++) {
@@ -254,7 +258,7 @@ __device__ inline void wide_values(WideShared& s, const WideJob& job, const CUte
             products_commit();
             products_wait<0>();
             __syncwarp();
-            if (lane == 0) barrier_arrive(&s.used);
+            if (lane % 4 == 0) barrier_arrive(&s.used);
             if (step * 64 + 64 >= keys) leave_parts(s.key[stage], s.plan, job, item, o, half);
             if (lane == 0) barrier_arrive(&s.empty[stage]);
             if (loads) {
@@ -275,7 +279,7 @@ __global__ __launch_bounds__(kWideThreads, 1) void fold_wide(const __grid_consta
             for (int c = 0; c < kCopies; c++) barrier_init(&s.full[i][c], 1);
             barrier_init(&s.empty[i], 2 * kWarpgroup / kWarp);
         }
-        barrier_init(&s.used, 2 * kWarpgroup / kWarp);
+        barrier_init(&s.used, 2 * kWarpgroup / 4);
         barriers_made();
     }
     wait_for_kernel_before();
