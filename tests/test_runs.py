@@ -76,6 +76,20 @@ def test_events_are_those_of_single_rounds(engine, at_once, builder, budget, sam
     assert all(s == seen[0] for s in seen[1:])
 
 
+@pytest.mark.parametrize("builder, budget", BUILDERS[1:])
+def test_rounds_looked_at_one_by_one(engine, at_once, builder, budget):
+    """Each its own record, no loop: trees give the bits of plain decoding."""
+    at_once(1)
+
+    def bits(**asked):
+        seen = events_of(engine, max_tokens=24, **asked)
+        return [t for e in seen for t in e.tokens], [h for e in seen for h in e.hashes]
+
+    plain = bits(builder="none", budget=0)
+    assert len(plain[0]) == 24
+    assert bits(builder=builder, budget=budget) == plain
+
+
 def test_taps_wait_in_their_ring_and_are_not_lost(engine, at_once):
     """80 tokens without drafts, more than a ring holds, then trees: as good as when the engine looked at each round.
 
