@@ -109,3 +109,21 @@ def test_tables_whose_best_tokens_are_certain_and_more(width, probes):
             budgets += [n, n]
     want = [ref.tree.heap(*table, budget) for table, budget in zip(tables, budgets, strict=True)]
     assert build(probes, tables, budgets) == [(tree.token, tree.parent[1:]) for tree in want]
+
+
+@pytest.mark.parametrize("width", [16, 64, 256])
+def test_tables_with_more_under_a_bound_than_there_is_room_for(width, probes):
+    """No deviation costs anything; or all cost nearly the same, so that a bucket holds the table."""
+    depth = 16
+    rng = np.random.default_rng(width)
+    tokens = np.stack([rng.permutation(width) for _ in range(depth)])
+    nothing = np.zeros((depth, width), np.float32)
+    same = np.where(np.arange(width) == 0, 0, -1 - 2**-17 * np.arange(width) * np.ones((depth, 1))).astype(np.float32)
+    shared = (same - np.arange(depth)[:, None] * np.float32(2**-12)) * (np.arange(width) > 0)
+    tables, budgets = [], []
+    for n in (1, depth, width // 2, width):
+        for table in nothing, same, shared.astype(np.float32):
+            tables.append((tokens, table))
+            budgets.append(n)
+    want = [ref.tree.heap(*table, budget) for table, budget in zip(tables, budgets, strict=True)]
+    assert build(probes, tables, budgets) == [(tree.token, tree.parent[1:]) for tree in want]
