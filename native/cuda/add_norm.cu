@@ -33,20 +33,6 @@ __device__ __forceinline__ Piece sum_of_ranks(RowOf row_of, int ranks, int i, in
     return total;
 }
 
-// One row: x += total(i), h = norm(x).
-template <bool kVector, int kThreads, class Total>
-__device__ __forceinline__ void add_norm_row(bf16* h, float* x, const float* w, int width, float eps, Total total) {
-    const auto read = [&](int i) {
-        const Piece more = total(i);
-        Piece sum = read_piece<kVector>(x, i, width);
-#pragma unroll
-        for (int j = 0; j < kPiece; j++) sum.v[j] += more.v[j];
-        write_piece<kVector>(x, i, width, sum);
-        return sum;
-    };
-    norm_row<kVector, kThreads>(h, w, width, eps, read, [&](int i) { return read_piece<kVector>(x, i, width); });
-}
-
 struct Result {
     RowsPtr h;
     float* x;
@@ -57,28 +43,48 @@ struct Result {
     __device__ float* x_row(int r) const { return x + static_cast<size_t>(r) * static_cast<size_t>(width); }
 };
 
+// The rest of a row whose first pieces norm has asked for: x += total(i), h = norm(x). sum(i): x + total.
+template <bool kVector, int kThreads, bool kEarly, class Sum>
+__device__ __forceinline__ void finish_row(Norm<kVector, kThreads, kEarly>& norm, const Result& to, int r, Sum sum) {
+    float* const x = to.x_row(r);
+    norm.finish(
+        to.h[r], to.eps, sum, [&](int i, const Piece& p) { write_piece<kVector>(x, i, to.width, p); },
+        [&](int i) { return read_piece<kVector>(x, i, to.width); });
+}
+
 // ---- what is summed lies where this kernel can read it: one rank, or the host transport ----------------------------------
 
 struct PartsOfRanks {
     RowsPtr of_rank[KD_MAX_TP];
 };
 
-template <bool kVector, int kThreads>
-__global__ void __launch_bounds__(kThreads)
+// Below, x was written an operation ago or longer, and its row may have left the cache.
+template <bool kVector, int kThreads, bool kAlone>
+__global__ void __launch_bounds__(kThreads, 1)
     add_norm_kernel(const __grid_constant__ Result to, const __grid_constant__ PartsOfRanks parts, int ranks) {
+    const int r = blockIdx.x;
+    float* const x = to.x_row(r);
+    const auto sum = [&](int i) {
+        Piece total = ask_piece<kVector>(parts.of_rank[0][r], i, to.width);
+#pragma unroll 1
+        for (int rank = 1; !kAlone && rank < ranks; rank++)
+            total = total + read_piece<kVector>(parts.of_rank[rank][r], i, to.width);
+        return ask_piece<kVector>(x, i, to.width) + total;
+    };
+    Norm<kVector, kThreads, kAlone> norm(to.w, to.width);
+    if constexpr (kAlone)
+        norm.ask_weights();
+    else
+        prefetch_row(to.w, to.width);
+    const bool likely = to.n_rows.likely(r);
+    if (likely) prefetch_row(x, to.width);
     wait_for_kernel_before();
     let_next_kernel_start();
-    const int r = blockIdx.x;
-    if (r >= to.n_rows()) return;
-    add_norm_row<kVector, kThreads>(to.h[r], to.x_row(r), to.w, to.width, to.eps, [&](int i) {
-        Piece total = read_piece<kVector>(parts.of_rank[0][r], i, to.width);
-        for (int rank = 1; rank < ranks; rank++) {
-            const Piece more = read_piece<kVector>(parts.of_rank[rank][r], i, to.width);
-#pragma unroll
-            for (int j = 0; j < kPiece; j++) total.v[j] += more.v[j];
-        }
-        return total;
-    });
+    if (!likely && r >= to.n_rows()) return;
+    const int n = to.n_rows();
+    norm.ask(sum);
+    if (r >= n) return;
+    finish_row(norm, to, r, sum);
 }
 
 // ---- peers: one kernel that meets ------------------------------------------------------------------------------------------
@@ -99,6 +105,7 @@ struct Shown {
 template <bool kVector, int kThreads, int kRanks, bool kTwoShots>
 __global__ void __launch_bounds__(kThreads, 1) meet_add_norm_kernel(const __grid_constant__ Result to, RowsPtr y,
                                                                     const __grid_constant__ Peers peers, Shown shown) {
+    prefetch_row(to.w, to.width);
     wait_for_kernel_before();
     let_next_kernel_start();
     const uint32_t turn = peers.next_turn();
@@ -106,14 +113,28 @@ __global__ void __launch_bounds__(kThreads, 1) meet_add_norm_kernel(const __grid
     const auto part_of = [&](int rank, int r) {
         return rank == peers.rank ? y[r] : peers.shown<bf16>(rank, turn) + static_cast<size_t>(r) * shown.stride;
     };
+    const auto add_row = [&](int r, auto total) {
+        float* const x = to.x_row(r);
+        Norm<kVector, kThreads, false> norm(to.w, width);
+        const auto add = [&](int i) {
+            const Piece more = total(i), sum = read_piece<kVector>(x, i, width) + more;
+            write_piece<kVector>(x, i, width, sum);
+            return sum;
+        };
+        norm.ask(add);
+        norm.finish(
+            to.h[r], to.eps, add, [](int, const Piece&) {}, [&](int i) { return read_piece<kVector>(x, i, width); });
+    };
     const auto sums_of = [&](int rank, int r) {
         return reinterpret_cast<float*>(peers.shown<char>(rank, turn) + shown.rows_bytes()) +
                static_cast<size_t>(r) * shown.stride;
     };
     if (static_cast<int>(blockIdx.x) < rows || blockIdx.x == 0) {
-        for (int r = blockIdx.x; r < rows; r += step)
+        for (int r = blockIdx.x; r < rows; r += step) {
+            prefetch_row(to.x_row(r), width);  // comes while the ranks meet
             copy_bits<kVector>(peers.shown<bf16>(peers.rank, turn) + static_cast<size_t>(r) * shown.stride, y[r],
                                width);
+        }
         bool here = meet(peers, 0, turn);
         if constexpr (kTwoShots) {
             const int pieces = (width + kPiece - 1) / kPiece;
@@ -128,16 +149,14 @@ __global__ void __launch_bounds__(kThreads, 1) meet_add_norm_kernel(const __grid
             here = meet(peers, 1, turn) && here;
             if (here)
                 for (int r = blockIdx.x; r < rows; r += step)
-                    add_norm_row<kVector, kThreads>(to.h[r], to.x_row(r), to.w, width, to.eps, [&](int i) {
+                    add_row(r, [&](int i) {
                         const int owner = rank_of_piece(i / kPiece, peers.ranks, pieces);
                         return read_piece<true>(sums_of(owner, r), i, shown.stride);
                     });
         } else if (here) {
             for (int r = blockIdx.x; r < rows; r += step) {
                 const auto row_of = [&](int rank) { return part_of(rank, r); };
-                add_norm_row<kVector, kThreads>(to.h[r], to.x_row(r), to.w, width, to.eps, [&](int i) {
-                    return sum_of_ranks<kVector, kRanks>(row_of, peers.ranks, i, width);
-                });
+                add_row(r, [&](int i) { return sum_of_ranks<kVector, kRanks>(row_of, peers.ranks, i, width); });
             }
         }
     }
@@ -154,11 +173,8 @@ __global__ void __launch_bounds__(kWideThreads)
     const size_t r = blockIdx.x;
     for (int i = threadIdx.x * kPiece; i < width; i += kWideThreads * kPiece) {
         Piece total = read_piece<false>(parts + r * width, i, width);
-        for (int rank = 1; rank < ranks; rank++) {
-            const Piece more = read_piece<false>(parts + (rank * rows + r) * width, i, width);
-#pragma unroll
-            for (int j = 0; j < kPiece; j++) total.v[j] += more.v[j];
-        }
+        for (int rank = 1; rank < ranks; rank++)
+            total = total + read_piece<false>(parts + (rank * rows + r) * width, i, width);
         write_piece<false>(sums + r * width, i, width, total);
     }
 }
@@ -169,9 +185,14 @@ __global__ void __launch_bounds__(kThreads) add_sums_kernel(const __grid_constan
     let_next_kernel_start();
     const int r = blockIdx.x;
     if (r >= to.n_rows()) return;
-    const float* row = sums + static_cast<size_t>(r) * static_cast<size_t>(to.width);
-    add_norm_row<kVector, kThreads>(to.h[r], to.x_row(r), to.w, to.width, to.eps,
-                                    [&](int i) { return read_piece<kVector>(row, i, to.width); });
+    const float* const row = sums + static_cast<size_t>(r) * static_cast<size_t>(to.width);
+    const auto sum = [&](int i) {
+        return read_piece<kVector>(to.x_row(r), i, to.width) + read_piece<kVector>(row, i, to.width);
+    };
+    Norm<kVector, kThreads> norm(to.w, to.width);
+    norm.ask_weights();
+    norm.ask(sum);
+    finish_row(norm, to, r, sum);
 }
 
 // ---- host ------------------------------------------------------------------------------------------------------------------
@@ -194,8 +215,11 @@ Shown shown_by(int rows, int width) { return {rows, (width + kPiece - 1) / kPiec
 
 void add_parts(const AddNorm& a, const PartsOfRanks& parts, int ranks, bool parts_aligned) {
     by_shape(aligned(a) && parts_aligned, a.width, [&]<bool kVector, int kThreads>() {
-        launch_as<add_norm_kernel<kVector, kThreads>>({.early = true}, a.n_rows.most, kThreads, result(a), parts,
-                                                      ranks);
+        const auto go = [&]<bool kAlone>() {
+            launch_as<add_norm_kernel<kVector, kThreads, kAlone>>({.early = true}, a.n_rows.most, kThreads, result(a),
+                                                                  parts, ranks);
+        };
+        ranks == 1 ? go.template operator()<true>() : go.template operator()<false>();
     });
 }
 

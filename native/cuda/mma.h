@@ -96,6 +96,29 @@ __device__ __forceinline__ uint4 stream16(const void* p) {
     return v;
 }
 
+// What is read here, and not behind a branch after which alone it is used: the assembler moves loads that are not relaxed. Of
+// memory that is written meanwhile the value may be any.
+__device__ __forceinline__ uint32_t ask4(const void* p) {
+    uint32_t v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];\n" : "=r"(v) : "l"(p));
+    return v;
+}
+__device__ __forceinline__ uint2 ask8(const void* p) {
+    uint2 v;
+    asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];\n" : "=r"(v.x), "=r"(v.y) : "l"(p));
+    return v;
+}
+__device__ __forceinline__ uint4 ask16(const void* p) {
+    uint4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];\n"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
+    return v;
+}
+// Brings the line at `p` to the second-level cache, which all multiprocessors share: it gives no value, so memory that is still
+// written is no harm.
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];\n" ::"l"(p)); }
+
 // ---- kernels that overlap (launch_early of launch.h); nothing before sm_90 -----------------------------------------------
 
 __device__ __forceinline__ void wait_for_kernel_before() {

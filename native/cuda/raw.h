@@ -3,6 +3,7 @@
 
 #include <cuda_bf16.h>
 
+#include "mma.h"
 #include "types.h"
 
 namespace kd {
@@ -28,6 +29,8 @@ struct Number {
     const int32_t* n;
     int most;
     __device__ int operator()() const { return n ? *n : most; }
+    // Whether row r is most likely there, for who may not know yet (wait_for_kernel_before): enough to ask for it.
+    __device__ bool likely(int r) const { return r == 0 || r < (n ? static_cast<int>(ask4(n)) : most); }
 };
 inline Number number(Count c) { return {raw(c.n), c.most}; }
 

@@ -69,17 +69,10 @@ __global__ void __launch_bounds__(kMoveThreads) tap_kernel(RowsPtr tap, const fl
         write_piece<kVector>(tap[r], i, width, read_piece<kVector>(from, i, width));
 }
 
-// y may be x: a thread writes where only it reads.
 template <bool kVector, int kThreads>
 __global__ void __launch_bounds__(kThreads)
     norm_kernel(RowsPtr y, RowsPtr x, const float* w, int width, float eps, Number n_rows) {
-    wait_for_kernel_before();
-    let_next_kernel_start();
-    const int r = blockIdx.x;
-    if (r >= n_rows()) return;
-    const bf16* row = x[r];
-    const auto read = [&](int i) { return read_piece<kVector>(row, i, width); };
-    norm_row<kVector, kThreads>(y[r], w, width, eps, read, read);
+    norm_row<kVector, kThreads>(y, x, w, width, eps, n_rows, blockIdx.x);
 }
 
 }  // namespace
