@@ -2,9 +2,10 @@
 // native/cpu/<stem>.cpp and native/cuda/<stem>.cu.
 //
 // A row's arithmetic depends on that row's inputs and its absolute position only, never on how many rows a call has or
-// which (docs/design.md, "The exactness contract"). Rows past n_rows, keys a row does not see, and table entries past a
-// stream's pages are never read. Outputs are overwritten unless the comment says "adds". All calls act for the bound
-// rank (device.h); those marked [collective] must be made by every rank of the group with the same sizes.
+// which (docs/design.md, "The exactness contract"). Keys a row does not see and table entries past a stream's pages are
+// never read. Of rows past n_rows nothing is used; those below n_rows.most are memory, which a backend may read. Outputs
+// are overwritten unless the comment says "adds". All calls act for the bound rank (device.h); those marked [collective]
+// must be made by every rank of the group with the same sizes.
 //
 // Order of arguments: outputs, inputs, weights, sizes, shape.
 #pragma once
@@ -58,9 +59,11 @@ void swiglu(Rows y, Rows x, Count n_rows, int width);
 // 2 i, 2 i + 1) by the row's position; the nope part goes through k_up: q_lat[c] = sum_n q[n] k_up[head * nope + n][c].
 void mla_query(Rows q_lat, Rows q, Mat k_up, const Rope& rope, const View& v, const Shape& s);
 
-// Write KV row slot[r] of the row's stream: [rms_norm(latent) * norm | rotated rope key].
-// kv_a[r] = [latent kv_lora | rope key]; kv is the layer's pool [pages * KD_PAGE_TOKENS][kv_row()].
-void mla_append(Rows kv, Rows kv_a, Vec norm, const Rope& rope, const View& v, const Shape& s);
+// What follows the product with qkv_a, qkv_a[r] = [q_a q_lora | latent kv_lora | rope key]: q_a[r] = rms_norm(q_a) *
+// q_norm, and KV row slot[r] of the row's stream = [rms_norm(latent) * kv_norm | rotated rope key].
+// kv is the layer's pool [pages * KD_PAGE_TOKENS][kv_row()].
+void mla_latent(Rows q_a, Rows kv, Rows qkv_a, Vec q_norm, Vec kv_norm, const Rope& rope, const View& v,
+                const Shape& s);
 
 // o_lat[r][head] = sum over the row's keys of softmax(score) * latent; score = (q_lat . kv row) * score_scale.
 // Keys in position order. With B = 16 * floor(max(0, position - KD_MAX_DEPTH) / 16): keys below B in steps that a backend cuts

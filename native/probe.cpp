@@ -197,13 +197,14 @@ int32_t kd_probe_mla_query(const kd_probe_device* d, float* q_lat, const float* 
     });
 }
 
-int32_t kd_probe_mla_append(const kd_probe_device* d, float* kv, const float* kv_a, const float* norm,
-                            const kd_probe_rope* rope, const kd_probe_view* v, int32_t pool_rows,
+int32_t kd_probe_mla_latent(const kd_probe_device* d, float* q_a, float* kv, const float* qkv_a, const float* q_norm,
+                            const float* kv_norm, const kd_probe_rope* rope, const kd_probe_view* v, int32_t pool_rows,
                             const kd_probe_shape* p) {
-    return run("mla_append", d, [&](Rig& rig) {
+    return run("mla_latent", d, [&](Rig& rig) {
         const Shape s = shape(p);
-        ops::mla_append(rig.inout(kv, pool_rows, s.kv_row()), rig.in(kv_a, v->n_rows, s.kv_row()),
-                        rig.in_const(norm, s.kv_lora), rig.rope(rope), rig.view(v), s);
+        ops::mla_latent(rig.out(q_a, v->n_rows, s.q_lora), rig.inout(kv, pool_rows, s.kv_row()),
+                        rig.in(qkv_a, v->n_rows, s.q_lora + s.kv_row()), rig.in_const(q_norm, s.q_lora),
+                        rig.in_const(kv_norm, s.kv_lora), rig.rope(rope), rig.view(v), s);
     });
 }
 

@@ -178,15 +178,16 @@ int32_t kd_bench_mla_query(const kd_bench* b, double* us, int32_t rows, int32_t 
     });
 }
 
-int32_t kd_bench_mla_append(const kd_bench* b, double* us, int32_t rows) {
-    return measure("mla_append", b, us, [&](Room& room) -> Body {
-        const Shape s = latent_shape(1);
+int32_t kd_bench_mla_latent(const kd_bench* b, double* us, int32_t rows) {
+    return measure("mla_latent", b, us, [&](Room& room) -> Body {
+        Shape s = latent_shape(1);
+        s.max_positions = kSmallContext + rows;
         const Forest forest = small_forest(room, rows);
-        const Rope rope = room.rope(kSmallContext + rows, kRope / 2);
+        const Rope rope = room.rope(s.max_positions, kRope / 2);
         const Rows kv = room.rows(static_cast<size_t>(forest.pages) * KD_PAGE_TOKENS, s.kv_row());
-        const Rows x = room.rows(rows, s.kv_row());
-        const Dev<float> norm = room.floats(kKvLora);
-        return [=, v = forest.view](int) { ops::mla_append(kv, x, norm, rope, v, s); };
+        const Rows x = room.rows(rows, s.q_lora + s.kv_row()), y = room.rows(rows, s.q_lora);
+        const Dev<float> q_norm = room.floats(s.q_lora), kv_norm = room.floats(kKvLora);
+        return [=, v = forest.view](int) { ops::mla_latent(y, kv, x, q_norm, kv_norm, rope, v, s); };
     });
 }
 

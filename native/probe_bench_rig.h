@@ -16,12 +16,13 @@
 namespace kd::probe {
 
 constexpr size_t kPatternBytes = (size_t{4} << 20) + 64;  // no power of two, so that rows differ
-constexpr int kKvLora = 512, kRope = 64, kNope = 128;
+constexpr int kQLora = 1536, kKvLora = 512, kRope = 64, kNope = 128;
 constexpr int kSmallContext = 1000;  // where it does not matter
 
 inline Shape latent_shape(int heads) {
     Shape s;
     s.heads = s.heads_rank = heads;
+    s.q_lora = kQLora;
     s.kv_lora = kKvLora;
     s.rope = kRope;
     s.nope = s.v_head = kNope;

@@ -20,7 +20,7 @@ ACTS = {
     "logits": ("x",),
     "swiglu": ("x",),
     "mla_query": ("q",),
-    "mla_append": ("kv", "kv_a"),
+    "mla_latent": ("kv", "qkv_a"),
     "mla_attention": ("q_lat", "kv"),
     "mla_value": ("o_lat",),
     "route": ("h",),

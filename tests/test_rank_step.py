@@ -177,7 +177,7 @@ def test_recorded_routing_is_nanos(bench, nano, tmp_path):
 
 # ---- stages ----------------------------------------------------------------------------------------------------------------
 
-ATTENTION = ["linear qkv_a", "mla_append kv_a_norm", "rms_norm q_a_norm", "linear q_b", "mla_query k_up", "mla_attention",
+ATTENTION = ["linear qkv_a", "mla_latent q_a_norm", "linear q_b", "mla_query k_up", "mla_attention",
              "mla_value v_up", "linear o", "add_norm post_norm"]  # fmt: skip
 DENSE_MLP = ["linear gate_up", "swiglu gate_up", "linear down"]
 MOE_MLP = ["route router", "linear shared_gate_up", "swiglu shared_gate_up", "linear shared_down", "moe experts"]

@@ -80,11 +80,14 @@ void mla_query(Rows q_lat, Rows q, Mat k_up, const Rope& rope, const View& v, co
     });
 }
 
-void mla_append(Rows kv, Rows kv_a, Vec norm, const Rope& rope, const View& v, const Shape& s) {
+void mla_latent(Rows q_a, Rows kv, Rows qkv_a, Vec q_norm, Vec kv_norm, const Rope& rope, const View& v,
+                const Shape& s) {
+    rms_norm(q_a, qkv_a, q_norm, v.n_rows, s.q_lora, s.rms_eps_lora);
+    const Rows kv_a = qkv_a.from(s.q_lora);
     cpu::parallel_for(v.n_rows, cpu::grain_for(s.kv_row()), [&](int begin, int end) {
         for (int r = begin; r < end; r++) {
             float* to = cpu::kv_row(kv, v, raw(v.stream)[r], raw(v.slot)[r]);
-            cpu::kernels().rms_norm(to, raw(kv_a, r), raw(norm), s.kv_lora, s.rms_eps_lora);
+            cpu::kernels().rms_norm(to, raw(kv_a, r), raw(kv_norm), s.kv_lora, s.rms_eps_lora);
             cpu::rotate_interleaved(to + s.kv_lora, raw(kv_a, r) + s.kv_lora, rope, raw(v.position)[r]);
         }
     });

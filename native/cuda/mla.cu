@@ -1,8 +1,7 @@
-// The small parts of MLA attention: queries and results through the latent projections, and the cache's rows.
+// The small parts of MLA attention: queries and results through the latent projections.
 //
 // K2's rank of eight has 8 heads: k_up and v_up are 1 MB each, 0.3 us at 4 TB/s; 2 * 128 * 512 operations a row and head.
 // Up to some hundred rows a launch and its latency are all of it.
-#include "keys.h"
 #include "launch.h"
 #include "mma.h"
 #include "ops.h"
@@ -25,7 +24,6 @@ constexpr int kMostNope = 256;     // whose tiles fit
 constexpr int kValueRows = 32;     // rows of a block of mla_value
 constexpr int kValueColumns = 16;  // and columns; its warps share the latent dimension
 constexpr int kMostLatent = 512;   // whose tiles fit
-constexpr int kAppendEach = 4;     // latent elements a thread of mla_append
 
 constexpr int kQueryStride = kQueryColumns + kPad;
 constexpr int kQueryWeights = kMostNope * kQueryStride;  // elements
@@ -44,10 +42,11 @@ __device__ void first_operand(uint32_t (&a)[4], const bf16* rows, int stride, in
 
 // ---- mla_query ------------------------------------------------------------------------------------------------------
 
-// The rope part of a head, of rows begin, begin + step, ...
+// The rope part of a head, of rows begin, begin + step, ..: pairs from `first` on.
 __device__ void turn_query(RowsPtr q_lat, RowsPtr q, const RopePtr& rope, const ViewPtr& v, int head, int nope,
-                           int kv_lora, int rope_dim, int begin, int end, int step) {
-    for (int i = static_cast<int>(threadIdx.x);; i += kThreads) {
+                           int kv_lora, int rope_dim, int begin, int end, int step, int first) {
+#pragma unroll 1
+    for (int i = first;; i += kThreads) {
         const int r = begin + i / rope.pairs * step, pair = i % rope.pairs;
         if (r >= end) return;
         const bf16* from = q[r] + head * (nope + rope_dim) + nope + 2 * pair;
@@ -72,9 +71,13 @@ __global__ __launch_bounds__(kThreads) void query_tiles(RowsPtr q_lat, RowsPtr q
         const int k = c / (kQueryColumns / 8), piece = c % (kQueryColumns / 8) * 8;
         cp_async_16(tile + k * kQueryStride + piece, w + static_cast<size_t>(k) * static_cast<size_t>(kv_lora) + piece);
     }
+    // A thread's first pair to turn: position, then angle, come while the product is made. A row that is not there has memory.
+    const int begin = static_cast<int>(blockIdx.y) * kQueryRows, first_turned = begin + column / kQueryColumns;
+    const int row = first_turned + thread / rope.pairs * tiles, pair = thread % rope.pairs;
     wait_for_kernel_before();
     let_next_kernel_start();
-    const int begin = static_cast<int>(blockIdx.y) * kQueryRows, end = min(v.n_rows(), begin + kQueryRows);
+    const int position = row < v.n_rows.most ? static_cast<int>(ask4(v.position + row)) : 0;
+    const int end = min(v.n_rows(), begin + kQueryRows);
     const int stride = nope + kPad, pieces = nope / 8, used = (max(end - begin, 0) + kTile - 1) / kTile;
     for (int c = thread; c < used * kTile * pieces; c += kThreads) {
         const int r = c / pieces, piece = c % pieces * 8;
@@ -82,8 +85,13 @@ __global__ __launch_bounds__(kThreads) void query_tiles(RowsPtr q_lat, RowsPtr q
         cp_async_16(rows + r * stride + piece, q[there ? begin + r : begin] + head * (nope + rope_dim) + piece, there);
     }
     cp_async_commit();
-    if (begin < end)
-        turn_query(q_lat, q, rope, v, head, nope, kv_lora, rope_dim, begin + column / kQueryColumns, end, tiles);
+    const bool turns = row < end;
+    const bf16* const both = q[turns ? row : begin] + head * (nope + rope_dim) + nope + 2 * pair;
+    float2 angle{}, x{};
+    if (turns) {
+        x = {__bfloat162float(both[0]), __bfloat162float(both[1])};
+        angle = rope.angle(position, pair);
+    }
     cp_async_wait<0>();
     __syncthreads();
 
@@ -102,6 +110,13 @@ __global__ __launch_bounds__(kThreads) void query_tiles(RowsPtr q_lat, RowsPtr q
             mma_bf16(d[m][0], a, {b[0], b[1]});
             mma_bf16(d[m][1], a, {b[2], b[3]});
         }
+    }
+    if (turns) {
+        const float2 turned = RopePtr::turn(x.x, x.y, angle);
+        bf16* const to = q_lat[row] + head * (kv_lora + rope_dim) + kv_lora + 2 * pair;
+        to[0] = __float2bfloat16_rn(turned.x);
+        to[1] = __float2bfloat16_rn(turned.y);
+        turn_query(q_lat, q, rope, v, head, nope, kv_lora, rope_dim, first_turned, end, tiles, thread + kThreads);
     }
     q_lat.p += head * (kv_lora + rope_dim) + column + warp * 16 + lane % 4 * 2;
 #pragma unroll
@@ -126,7 +141,7 @@ __global__ __launch_bounds__(kThreads) void query_plain(RowsPtr q_lat, RowsPtr q
     let_next_kernel_start();
     if (r >= v.n_rows()) return;
     if (tile == tiles - 1) {
-        turn_query(q_lat, q, rope, v, head, nope, kv_lora, rope_dim, r, r + 1, 1);
+        turn_query(q_lat, q, rope, v, head, nope, kv_lora, rope_dim, r, r + 1, 1, static_cast<int>(threadIdx.x));
         return;
     }
     const int c = tile * kThreads + static_cast<int>(threadIdx.x);
@@ -139,62 +154,6 @@ __global__ __launch_bounds__(kThreads) void query_plain(RowsPtr q_lat, RowsPtr q
         w += kv_lora;
     }
     q_lat[r][head * (kv_lora + rope_dim) + c] = __float2bfloat16_rn(sum);
-}
-
-// ---- mla_append -----------------------------------------------------------------------------------------------------
-
-// A block a row, four elements a thread; all that can be asked for is asked for at once.
-__global__ __launch_bounds__(kThreads) void append_vectors(RowsPtr kv, RowsPtr kv_a, const float* norm, RopePtr rope,
-                                                           ViewPtr v, int kv_lora, float eps) {
-    const int r = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x), c = thread * kAppendEach;
-    const bool mine = c < kv_lora;
-    const float4 n = mine ? *reinterpret_cast<const float4*>(norm + c) : float4{};
-    wait_for_kernel_before();
-    let_next_kernel_start();
-    if (r >= v.n_rows()) return;
-    const bf16* from = kv_a[r];
-    const uint2 x = mine ? *reinterpret_cast<const uint2*>(from + c) : uint2{};
-    const int pair = kThreads - 1 - thread;  // of the last threads: the first have the latent part
-    const uint32_t both = pair < rope.pairs ? *reinterpret_cast<const uint32_t*>(from + kv_lora + 2 * pair) : 0;
-    const int position = v.position[r];
-    bf16* to = kv[v.pool_row(v.stream[r], v.slot[r])];
-    if (pair < rope.pairs) {
-        const float2 turned = rope.turn(low_bf16(both), high_bf16(both), position, pair);
-        *reinterpret_cast<uint32_t*>(to + kv_lora + 2 * pair) = pack_bf16(turned.x, turned.y);
-    }
-    const float f[kAppendEach] = {low_bf16(x.x), high_bf16(x.x), low_bf16(x.y), high_bf16(x.y)};
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < kAppendEach; i++) sum = __fmaf_rn(f[i], f[i], sum);
-    const float scale = 1.0f / sqrtf(block_sum<kThreads>(sum) / static_cast<float>(kv_lora) + eps);
-    if (mine)
-        *reinterpret_cast<uint2*>(to + c) = {pack_bf16(f[0] * scale * n.x, f[1] * scale * n.y),
-                                             pack_bf16(f[2] * scale * n.z, f[3] * scale * n.w)};
-}
-
-// The same of any size and alignment.
-__global__ __launch_bounds__(kThreads) void append_rows(RowsPtr kv, RowsPtr kv_a, const float* norm, RopePtr rope,
-                                                        ViewPtr v, int kv_lora, float eps) {
-    const int r = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
-    wait_for_kernel_before();
-    let_next_kernel_start();
-    if (r >= v.n_rows()) return;
-    const bf16* from = kv_a[r];
-    bf16* to = kv[v.pool_row(v.stream[r], v.slot[r])];
-    float sum = 0;
-    for (int c = thread; c < kv_lora; c += kThreads) {
-        const float x = __bfloat162float(from[c]);
-        sum = __fmaf_rn(x, x, sum);
-    }
-    const float scale = 1.0f / sqrtf(block_sum<kThreads>(sum) / static_cast<float>(kv_lora) + eps);
-    for (int c = thread; c < kv_lora; c += kThreads)
-        to[c] = __float2bfloat16_rn(__bfloat162float(from[c]) * scale * norm[c]);
-    for (int i = thread; i < rope.pairs; i += kThreads) {
-        const bf16* pair = from + kv_lora + 2 * i;
-        const float2 turned = rope.turn(__bfloat162float(pair[0]), __bfloat162float(pair[1]), v.position[r], i);
-        to[kv_lora + 2 * i] = __float2bfloat16_rn(turned.x);
-        to[kv_lora + 2 * i + 1] = __float2bfloat16_rn(turned.y);
-    }
 }
 
 // ---- mla_value ------------------------------------------------------------------------------------------------------
@@ -302,17 +261,6 @@ void mla_query(Rows q_lat, Rows q, Mat k_up, const Rope& rope, const View& v, co
         launch_as<query_plain>({.early = true}, grid, kThreads, raw(q_lat), raw(q), weights(k_up), raw(rope), raw(v),
                                s.nope, s.kv_lora, s.rope);
     }
-}
-
-void mla_append(Rows kv, Rows kv_a, Vec norm, const Rope& rope, const View& v, const Shape& s) {
-    const bool vectors = s.kv_lora % kAppendEach == 0 && s.kv_lora <= kThreads * kAppendEach &&
-                         s.rope / 2 <= kThreads && aligned16(kv) && aligned16(kv_a) && aligned16(norm);
-    if (vectors)
-        launch_as<append_vectors>({.early = true}, grid_of(v.n_rows.most), kThreads, raw(kv), raw(kv_a), raw(norm),
-                                  raw(rope), raw(v), s.kv_lora, s.rms_eps_lora);
-    else
-        launch_as<append_rows>({.early = true}, grid_of(v.n_rows.most), kThreads, raw(kv), raw(kv_a), raw(norm),
-                               raw(rope), raw(v), s.kv_lora, s.rms_eps_lora);
 }
 
 void mla_value(Rows o, Rows o_lat, Mat v_up, Count n_rows, const Shape& s) {

@@ -8,7 +8,7 @@ Tests import it as `ref` (pytest puts tests/ on sys.path). `ref.OPS` maps the na
 
 Keyword arguments have the names of the op's parameters in ops.h (`from` is `from_`), without outputs that are only
 written and without sizes that follow from the arrays (n_rows, n_out, width, stride; `n` of copy_rows is kept). What an
-op updates in place (x of add_norm, y of moe, kv of mla_append and kv_commit, k_pool, v_pool, ring, `to` of copy_rows,
+op updates in place (x of add_norm, y of moe, kv of mla_latent and kv_commit, k_pool, v_pool, ring, `to` of copy_rows,
 x of head_norm_rope) goes in as an argument and comes out as a result; the specification never writes to its arguments.
 
 Representation

@@ -1,5 +1,7 @@
 """Multi-head latent attention in absorbed form: native/ops.h "attention of the target"."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from .base import Op, Shape, f64, rand, rand_mat, rand_norm, rand_rope
@@ -22,11 +24,11 @@ def mla_query(q, k_up, rope, v, s):
     return np.concatenate((latent, rotate_pairs(q[..., s.nope :], rope, v["position"])), axis=-1).reshape(len(q), -1)
 
 
-def mla_append(kv, kv_a, norm, rope, v, s):
-    """kv [pool rows][kv_row], kv_a [n][kv_lora + rope] -> kv with the rows written"""
-    latent = rms_norm(kv_a[:, : s.kv_lora], norm, s.rms_eps_lora)
-    key = rotate_pairs(f64(kv_a[:, s.kv_lora :]), rope, v["position"])
-    return append(f64(kv), v, np.concatenate((latent, key), axis=1))
+def mla_latent(kv, qkv_a, q_norm, kv_norm, rope, v, s):
+    """kv [pool rows][kv_row], qkv_a [n][q_lora + kv_lora + rope] -> (q_a [n][q_lora] normed, kv with the rows written)"""
+    q_a, latent, key = np.split(f64(qkv_a), [s.q_lora, s.q_lora + s.kv_lora], axis=1)
+    latent, key = rms_norm(latent, kv_norm, s.rms_eps_lora), rotate_pairs(key, rope, v["position"])
+    return rms_norm(q_a, q_norm, s.rms_eps_lora), append(f64(kv), v, np.concatenate((latent, key), axis=1))
 
 
 def attend(score, value, seen):
@@ -91,13 +93,34 @@ def expanded_attention(q, kv, k_up, v_up, rope, v, s):
 # ---- cases -----------------------------------------------------------------------------------------------------------
 
 SHAPES = [
-    Shape(heads=3, heads_rank=3, kv_lora=5, nope=3, rope=2, v_head=7, score_scale=0.7, rms_eps_lora=1e-6),
-    Shape(heads=8, heads_rank=8, kv_lora=64, nope=32, rope=16, v_head=32, score_scale=0.2, rms_eps_lora=1e-6),
+    Shape(heads=3, heads_rank=3, q_lora=3, kv_lora=5, nope=3, rope=2, v_head=7, score_scale=0.7, rms_eps_lora=1e-6),
     Shape(
-        heads=8, heads_rank=1, kv_lora=33, nope=17, rope=6, v_head=9, score_scale=0.3, rms_eps_lora=1e-6, tp=8, rank=3
+        heads=8, heads_rank=8, q_lora=96, kv_lora=64, nope=32, rope=16, v_head=32, score_scale=0.2, rms_eps_lora=1e-6
     ),
     Shape(
-        heads=16, heads_rank=2, kv_lora=512, nope=128, rope=64, v_head=128, score_scale=0.14, rms_eps_lora=1e-6, tp=8
+        heads=8,
+        heads_rank=1,
+        q_lora=40,
+        kv_lora=33,
+        nope=17,
+        rope=6,
+        v_head=9,
+        score_scale=0.3,
+        rms_eps_lora=1e-6,
+        tp=8,
+        rank=3,
+    ),
+    Shape(
+        heads=16,
+        heads_rank=2,
+        q_lora=1536,
+        kv_lora=512,
+        nope=128,
+        rope=64,
+        v_head=128,
+        score_scale=0.14,
+        rms_eps_lora=1e-6,
+        tp=8,
     ),
 ]
 
@@ -116,16 +139,17 @@ def mla_query_cases(rng):
         }
 
 
-def mla_append_cases(rng):
+def mla_latent_cases(rng):
     for s, streams in zip(SHAPES * 2, HARD_STREAMS, strict=False):
         v, rows, _ = random_view(rng, streams)
         yield {
             "kv": rand(rng, rows, s.kv_row),
-            "kv_a": rand(rng, len(v["token"]), s.kv_row),
-            "norm": rand_norm(rng, s.kv_lora),
+            "qkv_a": rand(rng, len(v["token"]), s.q_lora + s.kv_row),
+            "q_norm": rand_norm(rng, s.q_lora),
+            "kv_norm": rand_norm(rng, s.kv_lora),
             "rope": rand_rope(rng, 300, s.rope // 2),
             "v": v,
-            "s": s,
+            "s": replace(s, max_positions=300),
         }
 
 
@@ -166,7 +190,7 @@ def mla_value_cases(rng):
 
 OPS = {
     "mla_query": Op(mla_query, mla_query_cases, {"rms": 1e-6, "worst": 1e-5}, ("q_lat",)),
-    "mla_append": Op(mla_append, mla_append_cases, {"rms": 3e-7, "worst": 3e-6}, ("kv",)),
+    "mla_latent": Op(mla_latent, mla_latent_cases, {"rms": 3e-7, "worst": 3e-6}, ("q_a", "kv")),
     "mla_attention": Op(mla_attention, mla_attention_cases, {"rms": 3e-6, "worst": 6e-5}, ("o_lat",)),
     "mla_value": Op(mla_value, mla_value_cases, {"rms": 1e-6, "worst": 1e-5}, ("o",)),
 }

@@ -259,9 +259,8 @@ def new_kv(m, pool_rows):
 
 def attention(layer, h, pool, rope, view, s, form):
     """h [n][hidden] -> (o [n][heads * v_head], pool)"""
-    q_a, kv_a = np.split(linear(h, layer.qkv_a), [s.q_lora], axis=1)
-    q = linear(rms_norm(q_a, layer.q_a_norm, s.rms_eps_lora), layer.q_b)
-    pool = mla.mla_append(pool, kv_a, layer.kv_a_norm, rope, view, s)
+    q_a, pool = mla.mla_latent(pool, linear(h, layer.qkv_a), layer.q_a_norm, layer.kv_a_norm, rope, view, s)
+    q = linear(q_a, layer.q_b)
     if form == "expanded":
         return mla.expanded_attention(q, pool, layer.k_up, layer.v_up, rope, view, s), pool
     o_lat = mla.mla_attention(mla.mla_query(q, layer.k_up, rope, view, s), pool, view, s)
