@@ -36,12 +36,12 @@ static_assert(kTileKeys == KD_PAGE_TOKENS);
 // A warp a row and head: a lane owns pairs (i, i + pairs), so it can write where it has read.
 __global__ __launch_bounds__(kThreads) void norm_and_turn(RowsPtr x, const float* norm, RopePtr rope, ViewPtr v,
                                                           int heads, float eps) {
+    const int item = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarp;
+    const int lane = static_cast<int>(threadIdx.x) % kWarp, r = item / heads, pairs = rope.pairs;
+    for (int i = lane; i < 2 * pairs; i += kWarp) prefetch(norm + i);
     wait_for_kernel_before();
     let_next_kernel_start();
-    const int item = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarp;
-    const int lane = static_cast<int>(threadIdx.x) % kWarp, r = item / heads;
     if (r >= v.n_rows()) return;
-    const int pairs = rope.pairs;
     bf16* p = x[r] + item % heads * 2 * pairs;
     float sum = 0;
     for (int i = lane; i < pairs; i += kWarp) {

@@ -252,6 +252,7 @@ __global__ void __launch_bounds__(kChooseThreads)
     extern __shared__ float score[];                               // [kMost]
     auto* const key = reinterpret_cast<uint32_t*>(score + kMost);  // [kMost] 0: taken
     const int lane = threadIdx.x;
+    const float first_bias = lane < experts ? bias[lane] : 0;
     wait_for_kernel_before();
     let_next_kernel_start();
     const int n = n_rows();
@@ -266,8 +267,9 @@ __global__ void __launch_bounds__(kChooseThreads)
             float total = part[0];
 #pragma unroll
             for (int i = 1; i < kParts; i++) total += part[i];
-            score[e] = 1 / (1 + expf(-total));
-            key[e] = order_of(score[e] + bias[e]);
+            const float own = 1 / (1 + expf(-total));
+            score[e] = own;
+            key[e] = order_of(own + (e == lane ? first_bias : bias[e]));
         }
         __syncthreads();
         if (threadIdx.x >= kWarp) continue;
