@@ -1,17 +1,19 @@
-// The routed experts in four kernels: who goes where, gate and up with silu, down, and the weighted sum.
+// The routed experts. Shapes that stream_experts() is made for go there; here are the others, and GPUs before sm_90, in four
+// kernels: who goes where, gate and up with silu, down, and the weighted sum.
 //
-// Floor: the bytes of the experts that have rows (4.5 bits a weight: 3.1 MB each of a TP-8 rank of Kimi K2) at the
-// speed of memory; at 64 rows that is 883 MB, 220 us at 4.0 TB/s. Products are 2 * 2 * 3 * hidden * inter a pair:
-// nothing beside it.
+// Floor: the bytes of the experts that have rows at the speed of memory. Products are 2 * 2 * 3 * hidden * inter a pair: nothing
+// beside it.
 #include <algorithm>
 
 #include "error.h"
 #include "launch.h"
 #include "mma.h"
 #include "moe_lists.h"
+#include "moe_stream.h"
 #include "ops.h"
 #include "raw.h"
 #include "w4_layout.h"
+#include "w4_math.h"
 
 namespace kd::ops {
 
@@ -22,6 +24,7 @@ using namespace kd::cuda;
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kBlocksPerProcessor = 2;
+constexpr int kChunkPairs = 16;
 
 // ---- products -------------------------------------------------------------------------------------------------------
 
@@ -51,6 +54,7 @@ struct Product {
     const uint16_t* s;
     int strips, groups;  // of an expert's matrix; bricks of a strip
     int parts;           // of k, one a warp
+    int slots;           // pairs that have a row of activations in common
     Lists lists;
 };
 
@@ -62,23 +66,6 @@ __device__ __forceinline__ void cp_async_8(void* shared, const void* global) {
 // The warps of a team meet; other teams of the block do not.
 __device__ __forceinline__ void meet(int team, int warps) {
     asm volatile("bar.sync %0, %1;\n" ::"r"(team + 1), "r"(warps * kWarp) : "memory");
-}
-
-// Two bf16 in a word, minus 136.
-__device__ __forceinline__ uint32_t minus_136(uint32_t word) {
-    const __nv_bfloat162 v = __hsub2(*reinterpret_cast<__nv_bfloat162*>(&word), __float2bfloat162_rn(136.0f));
-    return *reinterpret_cast<const uint32_t*>(&v);
-}
-
-// The A operand of one product: 0x4300 | nibble is 128 + nibble in bf16. One instruction does both; the compiler makes
-// two of it.
-__device__ __forceinline__ void widen(uint32_t (&a)[4], uint32_t word) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        uint32_t v;
-        asm("lop3.b32 %0, %1, %2, %3, 0xea;\n" : "=r"(v) : "r"(word >> 4 * i), "n"(0x000f000f), "r"(0x43004300));
-        a[i] = minus_136(v);
-    }
 }
 
 // What a team has before it: a strip of a chunk's expert, then the one `teams` further on, and so on.
@@ -166,11 +153,16 @@ constexpr int kMostGroup = 4;
 template <int kTiles>
 constexpr int kGroup = kTiles == 1 ? kMostGroup : 1;
 
+// Which pair of all is number `pair` of the item's.
+__device__ __forceinline__ int pair_of(const Product& p, const Item& item, int pair) {
+    return __ldcg(p.lists.pair + item.first + pair);
+}
+
 // Where the lane's columns of a pair begin.
-__device__ __forceinline__ unsigned start_of(const Item& item, int pair, RowsPtr x, const int32_t* row,
+__device__ __forceinline__ unsigned start_of(const Product& p, const Item& item, int pair, RowsPtr x,
                                              const Feed& feed) {
     if (pair >= item.n) return 0;
-    const int r = row ? row[item.first + pair] : item.first + pair;
+    const int r = pair_of(p, item, pair) / p.slots;
     return static_cast<unsigned>(r) * static_cast<unsigned>(x.stride) + feed.begin * w4::kBrick + threadIdx.x % 4 * 8;
 }
 
@@ -192,15 +184,15 @@ __device__ __forceinline__ void begin_item(uint4 (&v)[kMostGroup], const Item& i
 template <int kTiles, bool kAligned, class Store>
 __device__ __forceinline__ void multiply(const Product& p, Feed& feed, unsigned& slot, float* sums, int team, int part,
                                          const Item& item, const Item& next, unsigned& from_head,
-                                         uint4 (&head)[kMostGroup], RowsPtr x, const int32_t* row, Store store) {
+                                         uint4 (&head)[kMostGroup], RowsPtr x, Store store) {
     constexpr int group = kGroup<kTiles>;
     const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
     unsigned from[kTiles];
     uint4 soon[group][kTiles];  // of the next bricks
-    const unsigned from_next = start_of(next, g, x, row, feed);
+    const unsigned from_next = start_of(p, next, g, x, feed);
 #pragma unroll
     for (int i = 0; i < kTiles; i++) {
-        from[i] = i == 0 ? from_head : start_of(item, 8 * i + g, x, row, feed);
+        from[i] = i == 0 ? from_head : start_of(p, item, 8 * i + g, x, feed);
 #pragma unroll
         for (int u = 0; u < group; u++) {
             soon[u][i] = {};
@@ -235,8 +227,8 @@ __device__ __forceinline__ void multiply(const Product& p, Feed& feed, unsigned&
 #pragma unroll
             for (int tile = 0; tile < 2; tile++) {
                 uint32_t a[2][4];
-                widen(a[0], tile == 0 ? word.x : word.z);
-                widen(a[1], tile == 0 ? word.y : word.w);
+                w4::widen(a[0], tile == 0 ? word.x : word.z);
+                w4::widen(a[1], tile == 0 ? word.y : word.w);
                 const uint32_t both = tile == 0 ? scale.x : scale.y;
                 const float low = low_bf16(both), high = high_bf16(both);
 #pragma unroll
@@ -290,7 +282,7 @@ __device__ __forceinline__ void multiply(const Product& p, Feed& feed, unsigned&
 // Gate and up: to[pair][inter] bf16 = silu(gate x) * up x. Down: to[pair][hidden] fp32.
 template <bool kGate, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
-    expert_product(std::conditional_t<kGate, bf16, float>* to, RowsPtr x, const int32_t* row, Product p) {
+    expert_product(std::conditional_t<kGate, bf16, float>* to, RowsPtr x, Product p) {
     extern __shared__ uint4 memory[];
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, g = lane / 4;
     uint4* const q_ring = memory + warp * kStages * kWarp;
@@ -311,14 +303,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     Item item(work, p.lists, n_chunks);
     work.next(p.strips);
     Item next(work, p.lists, n_chunks);
-    unsigned from = start_of(item, g, x, row, feed);
+    unsigned from = start_of(p, item, g, x, feed);
     uint4 head[kMostGroup];
     begin_item<kAligned>(head, item, from, x, feed.bricks);
     while (item.n > 0) {
         work.next(p.strips);
         const Item after(work, p.lists, n_chunks);  // read an item before it is needed
         const auto store = [&](int pair, int tile, float low, float high) {
-            const unsigned r = item.first + pair;
+            const unsigned r = pair_of(p, item, pair);
             if constexpr (kGate) {
                 const unsigned inter = p.strips * w4::kTile;
                 to[r * inter + item.strip * w4::kTile + tile * 8 + g] =
@@ -330,9 +322,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
             }
         };
         if (item.n <= 8)
-            multiply<1, kAligned>(p, feed, slot, sums, team, part, item, next, from, head, x, row, store);
+            multiply<1, kAligned>(p, feed, slot, sums, team, part, item, next, from, head, x, store);
         else
-            multiply<kMostTiles, kAligned>(p, feed, slot, sums, team, part, item, next, from, head, x, row, store);
+            multiply<kMostTiles, kAligned>(p, feed, slot, sums, team, part, item, next, from, head, x, store);
         item = next;
         next = after;
     }
@@ -340,13 +332,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
 }
 
 template <bool kGate, bool kAligned, class T>
-void product(T* to, RowsPtr x, const int32_t* row, const W4& w, const Lists& lists, int most_chunks) {
+void product(T* to, RowsPtr x, int slots, const W4& w, const Lists& lists, int most) {
     const int groups = w.k / w4::kBrick, strips = w.n / w4::kStrip, parts = parts_of(groups);
-    const Product p{raw(w.q), raw(w.s), strips, groups, parts, lists};
-    const size_t most = (static_cast<size_t>(most_chunks) * strips * parts + kWarps - 1) / kWarps;
-    const size_t grid = std::min<size_t>(most, static_cast<size_t>(bound().processors) * kBlocksPerProcessor);
+    const Product p{raw(w.q), raw(w.s), strips, groups, parts, slots, lists};
+    const size_t blocks = (static_cast<size_t>(most) * strips * parts + kWarps - 1) / kWarps;
+    const size_t grid = std::min<size_t>(blocks, static_cast<size_t>(bound().processors) * kBlocksPerProcessor);
     launch_as<expert_product<kGate, kAligned>, kProductBytes>({.early = true}, static_cast<unsigned>(grid), kThreads,
-                                                              to, x, row, p);
+                                                              to, x, p);
 }
 
 // ---- the sum over slots ---------------------------------------------------------------------------------------------
@@ -354,7 +346,7 @@ void product(T* to, RowsPtr x, const int32_t* row, const W4& w, const Lists& lis
 // y[r] += sum over slots, in their order, of weight * out of the pair. Floor: 4 bytes a pair and column, mostly in the
 // second-level cache, and y twice.
 template <bool kAligned>
-__global__ void __launch_bounds__(kThreads) add_slots(RowsPtr y, const float* out, const int32_t* place,
+__global__ void __launch_bounds__(kThreads) add_slots(RowsPtr y, const float* out, const int32_t* chunk_of,
                                                       const float* weight, Number n_rows, int slots, int width) {
     wait_for_kernel_before();
     let_next_kernel_start();
@@ -363,9 +355,9 @@ __global__ void __launch_bounds__(kThreads) add_slots(RowsPtr y, const float* ou
     for (int r = blockIdx.y; r < n; r += gridDim.y) {
         float sum[4] = {};
         for (int slot = 0; slot < slots; slot++) {
-            const int at = place[r * slots + slot];
-            if (at < 0) continue;
-            const float w = weight[r * slots + slot];
+            const int at = r * slots + slot;
+            if (chunk_of[at] < 0) continue;
+            const float w = weight[at];
             const float4 v = *reinterpret_cast<const float4*>(out + static_cast<size_t>(at) * width + c);
             sum[0] = __fmaf_rn(w, v.x, sum[0]);
             sum[1] = __fmaf_rn(w, v.y, sum[1]);
@@ -390,9 +382,10 @@ void moe(Rows y, Rows h, Dev<int32_t> expert, Dev<float> weight, const Experts& 
     if (n_rows.most <= 0) return;
     const int slots = s.experts_per_token, hidden = w.gate_up.k, inter = w.down.k;
     KD_CHECK(hidden % w4::kBrick == 0 && inter % w4::kBrick == 0 && w.gate_up.n == 2 * inter && w.down.n == hidden);
+    if (can_stream_experts(h, w)) return stream_experts(y, h, raw(expert), raw(weight), w, n_rows, slots);
     const size_t pairs = static_cast<size_t>(n_rows.most) * static_cast<size_t>(slots);
-    const int most_chunks = static_cast<int>(std::min(pairs, static_cast<size_t>(w.count) + pairs / kChunkPairs));
-    const Lists lists = list_pairs(raw(expert), number(n_rows), slots, w.count, most_chunks);
+    const Lists lists = list_pairs(raw(expert), number(n_rows), slots, w.count, kChunkPairs);
+    const int most = most_chunks(static_cast<int>(pairs), w.count, kChunkPairs);
     // The kernels count elements in 32 bits.
     KD_CHECK(pairs * static_cast<size_t>(std::max(hidden, inter)) >> 32 == 0 &&
              static_cast<size_t>(n_rows.most) * static_cast<size_t>(h.stride) >> 32 == 0);
@@ -400,16 +393,16 @@ void moe(Rows y, Rows h, Dev<int32_t> expert, Dev<float> weight, const Experts& 
     float* const outs = scratch<float>(Use::moe_out, pairs * static_cast<size_t>(hidden));
 
     if (aligned16(h))
-        product<true, true>(acts, raw(h), lists.row, w.gate_up, lists, most_chunks);
+        product<true, true>(acts, raw(h), slots, w.gate_up, lists, most);
     else
-        product<true, false>(acts, raw(h), lists.row, w.gate_up, lists, most_chunks);
-    product<false, true>(outs, RowsPtr{acts, inter}, nullptr, w.down, lists, most_chunks);
+        product<true, false>(acts, raw(h), slots, w.gate_up, lists, most);
+    product<false, true>(outs, RowsPtr{acts, inter}, 1, w.down, lists, most);
 
     // Blocks go over several rows where there are many: rows that are not there cost nothing.
     const dim3 grid(static_cast<unsigned>(ceil_div(hidden, 4 * kThreads)),
                     static_cast<unsigned>(std::min(n_rows.most, 64)));
     const auto add = [&]<bool kAligned>() {
-        launch_as<add_slots<kAligned>>({.early = true}, grid, kThreads, raw(y), outs, lists.place, raw(weight),
+        launch_as<add_slots<kAligned>>({.early = true}, grid, kThreads, raw(y), outs, lists.chunk_of, raw(weight),
                                        number(n_rows), slots, hidden);
     };
     aligned16(y) ? add.template operator()<true>() : add.template operator()<false>();

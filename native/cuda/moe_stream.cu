@@ -1,0 +1,447 @@
+// The routed experts in one launch: a block a multiprocessor, in which one warp brings weights and sixteen multiply.
+//
+// Floor: the bytes of the experts that have rows (4.5 bits a weight: 3.1 MB each of a TP-8 rank of Kimi K2) at the speed of
+// memory. So the warp that brings never stops: it copies stages of 18 KB into a ring, unit of work after unit of work, and only
+// waits for room. A unit is some strips of gate and up for a chunk of at most eight pairs, or sixteen strips of down, or the
+// sum over slots of some rows and columns. Blocks take units by a counter: first all of gate and up, then down, column range by
+// column range, each with the sums of an earlier range behind it. What a unit needs of others comes as tagged words through the
+// second-level cache, and is only ever needed of units with lower numbers, which blocks have that run: so nothing depends on
+// all blocks running at once. For many rows, tagged results would be too many bytes: a second kernel adds them.
+//
+// Order of sums, fixed by shape. A strip of gate and up is 32 rows of hidden / 32 bricks; warp w of 16 has bricks 32 j + 2 w
+// and the next, j = 0, 1, ..: one chain in order. Those of 16 warps are added in fours: ((0 + 1) + (2 + 3)), to which ((4 + 5)
+// + (6 + 7)) is added, and so on. A strip of down is eight bricks, one chain. Slots are added in their order, from 0, then y.
+#include "moe_stream.h"
+
+#include <algorithm>
+
+#include "error.h"
+#include "launch.h"
+#include "moe_stream_room.h"
+#include "w4_math.h"
+
+namespace kd::cuda {
+
+namespace {
+
+using namespace moe_stream;
+
+// Activations of some pairs to shared memory, each when it has been told, and zeros where there is no pair. By a warp; lane i has
+// pair i.
+__device__ __forceinline__ void bring_acts(char (&to)[kPairs][kActsRow], const uint64_t* acts, int pair, int n,
+                                           uint32_t tag) {
+    constexpr int kAtOnce = 4;
+    const int lane = threadIdx.x % kWarp;
+    for (int first = 0; first < kPairs; first += kAtOnce) {
+        uint64_t v[kAtOnce][2][2] = {};
+        const auto missing = [&](int i, int half) {
+            return first + i < n && (tag_of(v[i][half][0]) != tag || tag_of(v[i][half][1]) != tag);
+        };
+        bool again = true;
+        while (again) {
+            again = false;
+#pragma unroll
+            for (int i = 0; i < kAtOnce; i++) {
+                const int from = __shfl_sync(0xffffffffu, pair, min(first + i, kPairs - 1));
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    if (missing(i, half))
+                        look(v[i][half],
+                             acts + static_cast<size_t>(from) * (kInter / 2) + half * (kInter / 4) + 2 * lane);
+            }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; i++) again = again || missing(i, 0) || missing(i, 1);
+            again = __any_sync(0xffffffffu, again);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; i++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                *reinterpret_cast<uint2*>(to[first + i] + half * kInter + lane * 8) = {
+                    static_cast<uint32_t>(v[i][half][0]), static_cast<uint32_t>(v[i][half][1])};
+    }
+}
+
+// The warp that brings. A unit of down is told when its activations are there; its weights are under way by then, if the
+// ring has room for all of them.
+template <class R>
+__device__ __forceinline__ void bring(const Work& p, R& room, const Lists& lists, const Plan& plan, int ticket) {
+    const int lane = threadIdx.x % kWarp;
+    const uint32_t tag = room.tag;
+    Place<R::stages> at;
+    Place<R::units> to;
+    const auto stages = [&](const uint32_t* q, const uint16_t* s, size_t brick, int n) {
+        const char* from_q = reinterpret_cast<const char*>(q) + brick * kBrickQ;
+        const char* from_s = reinterpret_cast<const char*>(s) + brick * kBrickS;
+        for (int i = 0; i < n; i++) {
+            if (lane == 0) {
+                wait(room.empty + at.slot(), at.parity() ^ 1);
+                char* const stage = room.stage[at.slot()];
+                arrive_and_expect(room.full + at.slot(), kStageBytes);
+                bulk_copy(stage, from_q, kStageQ, room.full + at.slot());
+                bulk_copy(stage + kStageQ, from_s, kStageBytes - kStageQ, room.full + at.slot());
+            }
+            from_q += kStageQ;
+            from_s += kStageBytes - kStageQ;
+            at.advance(1);
+        }
+    };
+    while (true) {
+        const Unit unit = plan(__shfl_sync(0xffffffffu, ticket, 0));
+        if (lane == 0 && unit.kind != kEnd) ticket = static_cast<int>(atomicAdd(&p.turn->ticket, 1u));
+        Chunk chunk{};
+        if (unit.kind == kGate || unit.kind == kDown) chunk = lists.chunk[unit.chunk];
+        const int pair = lane < chunk.n ? lists.pair[chunk.first + lane] : -1;
+        const auto down_stages = [&] {
+            stages(p.down_q, p.down_s, (static_cast<size_t>(chunk.expert) * p.down_strips + unit.strip) * kDownBricks,
+                   kDownStages);
+        };
+        constexpr bool kAhead = R::stages >= kDownStages;
+        if (kAhead && unit.kind == kDown) down_stages();
+        wait(room.heard + to.slot(), to.parity() ^ 1);
+        if (unit.kind == kDown) bring_acts(room.acts[to.slot()], p.acts, pair, chunk.n, tag);
+        const int first = __shfl_sync(0xffffffffu, pair, 0);
+        if (lane < kPairs) {
+            room.unit_pair[to.slot()][lane] = pair;
+            room.unit_row[to.slot()][lane] = max(pair < 0 ? first : pair, 0) / p.slots;
+        }
+        if (lane == 0) room.unit[to.slot()] = unit;
+        __syncwarp();
+        if (lane == 0) arrive(room.told + to.slot());
+        to.advance(1);
+        if (!kAhead && unit.kind == kDown) down_stages();
+        if (unit.kind == kGate)
+            stages(p.gate_q, p.gate_s,
+                   (static_cast<size_t>(chunk.expert) * kGateStrips + unit.strip) * p.steps * kStageBricks,
+                   unit.strips * p.steps);
+        if (unit.kind == kEnd) break;
+    }
+    if (lane == 0 && count_in(&p.turn->ended) == gridDim.x - 1) {
+        p.turn->ticket = 0;
+        p.turn->ended = 0;
+        p.turn->epoch = tag;
+    }
+}
+
+// The strip that has `left` - 1 behind it in the unit. All members leave what they have of it, and meet; then four of them add,
+// others each time, while the rest go on. With two places for sums the one written next was read before the last meeting; with
+// one, all meet before they write too.
+template <class R>
+__device__ __forceinline__ void end_strip(const Work& p, R& room, int left, const float (&d)[2][4]) {
+    const int thread = this_thread(), warp = thread / kWarp, lane = thread % kWarp;
+    const unsigned had = room.had_strips[warp];
+    auto& sum = room.sum[had % R::sums];
+    if constexpr (R::sums == 1) meet<kMembersMeet, kMembers * kWarp>();
+#pragma unroll
+    for (int i = 0; i < kAdders; i++) sum[i][warp][lane] = make_float2(d[i / 2][i % 2], d[i / 2][i % 2 + 2]);
+    meet<kMembersMeet, kMembers * kWarp>();
+    if (lane == 0) room.had_strips[warp] = had + 1;
+    __syncwarp();
+    if (warp / kAdders != had % (kMembers / kAdders)) return;
+    const int part = warp % kAdders, g = lane / 4, t = lane % 4;
+    const float2(*of)[kWarp] = sum[part];
+    float gate = 0, up = 0;
+#pragma unroll 1
+    for (int w = 0; w < kMembers; w += 4) {
+        const float2 s0 = of[w][lane], s1 = of[w + 1][lane], s2 = of[w + 2][lane], s3 = of[w + 3][lane];
+        gate += (s0.x + s1.x) + (s2.x + s3.x);
+        up += (s0.y + s1.y) + (s2.y + s3.y);
+    }
+    // The lane has one column of a pair; its neighbour's is the other half of a word.
+    const float own = gate / (1 + expf(-gate)) * up, other = __shfl_xor_sync(0xffffffffu, own, 4);
+    const int slot = room.had_units[warp] % R::units, strip = room.unit[slot].strip + room.unit[slot].strips - left;
+    const int pair = room.unit_pair[slot][2 * t + part % 2];
+    if (pair >= 0 && g % 2 == 0)
+        tell(p.acts + static_cast<size_t>(pair) * (kInter / 2) + strip * (w4::kTile / 2) + part / 2 * 4 + g / 2,
+             pack_bf16(own, other), room.tag);
+}
+
+// By all lanes of a member that has read what it needs of a stage; it arrives for so many.
+template <class R>
+__device__ __forceinline__ void leave_stage(R& room, int stage, int times = 1) {
+    leave_shared_memory_to_copies();
+    __syncwarp();
+    if (this_thread() % kWarp == 0) arrive(room.empty + stage, times);
+}
+
+// Some strips of gate and up for the unit's pairs.
+template <class R>
+__device__ __forceinline__ void gate(const Work& p, R& room, int slot, Place<R::stages>& at) {
+    const int thread = this_thread(), warp = thread / kWarp, lane = thread % kWarp, g = lane / 4, t = lane % 4;
+    uint4 v[R::held];
+    {
+        const bf16* from = p.x[room.unit_row[slot][g]] + warp * 2 * w4::kBrick + t * 8;
+#pragma unroll
+        for (int j = 0; j < kGateBricks; j++) {
+            uint4 acts{};  // of bricks that are not there too, else the compiler keeps what they were before
+            if (j / 2 < p.steps) acts = load16(from + (j / 2 * kStageBricks + j % 2) * w4::kBrick);
+            if (j < R::held)
+                v[j] = acts;
+            else
+                room.unheld[warp][j - R::held][lane] = acts;
+        }
+    }
+    const char* const words = room.stage[0] + warp * 2 * kBrickQ + lane * 16;
+    const char* const scales = room.stage[0] + kStageQ + warp * 2 * kBrickS + g * 8;
+    int left = room.unit[slot].strips;
+#pragma unroll 1
+    do {
+        float d[2][4] = {};
+#pragma unroll
+        for (int j = 0; j < kMostSteps; j++) {
+            if (j >= p.steps) break;
+            wait(room.full + at.slot(), at.parity());
+            const char* const q = words + at.slot() * kStageBytes;
+            const char* const s = scales + at.slot() * kStageBytes;
+#pragma unroll
+            for (int b = 0; b < 2; b++) {
+                const int brick = 2 * j + b;
+                w4::multiply_brick(d, load16(q + b * kBrickQ), *reinterpret_cast<const uint2*>(s + b * kBrickS),
+                                   brick < R::held ? v[brick % R::held] : room.unheld[warp][brick % R::held][lane]);
+            }
+            leave_stage(room, at.slot());
+            at.advance(1);
+        }
+        end_strip(p, room, left, d);
+    } while (--left > 0);
+}
+
+// One strip of down a member.
+template <bool kTagged, class R>
+__device__ __forceinline__ void down(const Work& p, R& room, int slot, Place<R::stages>& at) {
+    const int thread = this_thread(), warp = thread / kWarp, lane = thread % kWarp, g = lane / 4, t = lane % 4;
+    float d[2][4] = {};
+    const auto multiply = [&](const char* stage) {
+        const char* const q = stage + warp % kStageStrips * kDownBricks * kBrickQ + lane * 16;
+        const char* const s = stage + kStageQ + warp % kStageStrips * kDownBricks * kBrickS + g * 8;
+        const char* const v = room.acts[slot][g] + t * 16;
+#pragma unroll 2
+        for (int b = 0; b < kDownBricks; b++)
+            w4::multiply_brick(d, load16(q + b * kBrickQ), *reinterpret_cast<const uint2*>(s + b * kBrickS),
+                               load16(v + b * w4::kBrick * 2));
+    };
+    if constexpr (R::stages >= kDownStages) {
+        Place<R::stages> own = at;
+        own.advance(warp / kStageStrips);
+        wait(room.full + own.slot(), own.parity());
+        multiply(room.stage[own.slot()]);
+        leave_stage(room, own.slot(), kMembers / kStageStrips);  // for those who have nothing in it
+        at.advance(kDownStages);
+    } else {  // the ring may go round within the unit: everybody sees every stage
+#pragma unroll 1
+        for (int i = 0; i < kDownStages; i++) {
+            wait(room.full + at.slot(), at.parity());
+            if (i == warp / kStageStrips) multiply(room.stage[at.slot()]);
+            leave_stage(room, at.slot());
+            at.advance(1);
+        }
+    }
+    const size_t hidden = static_cast<size_t>(p.down_strips) * w4::kStrip;
+    const int column = (room.unit[slot].strip + warp) * w4::kStrip + g;
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        const int pair = room.unit_pair[slot][2 * t + j];
+        if (pair < 0) continue;
+        const size_t to = static_cast<size_t>(pair) * hidden + column;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float value = d[i / 2][j + i % 2 * 2];
+            if constexpr (kTagged)
+                tell(static_cast<uint64_t*>(p.outs) + to + i * 8, __float_as_uint(value), room.tag);
+            else
+                static_cast<float*>(p.outs)[to + i * 8] = value;
+        }
+    }
+}
+
+// y[r] += sum over slots of weight * outs, two rows of one strip a member: half a warp a row, two columns a lane.
+template <class R>
+__device__ __forceinline__ void add_slots(const Work& p, R& room, int slot_of_unit) {
+    constexpr int kAtOnce = 8;
+    const int thread = this_thread(), warp = thread / kWarp, lane = thread % kWarp;
+    const int column = (room.unit[slot_of_unit].strip + warp) * w4::kStrip + lane % 16 * 2;
+    const int r = room.unit[slot_of_unit].chunk * kSumRows + lane / 16;
+    if (r >= p.n_rows()) return;
+    const size_t hidden = static_cast<size_t>(p.down_strips) * w4::kStrip;
+    bf16* const y = p.y[r] + column;
+    const float old[2] = {__bfloat162float(y[0]), __bfloat162float(y[1])};
+    float sum[2] = {};
+#pragma unroll 1
+    for (int slot = 0; slot < p.slots; slot += kAtOnce) {
+        const int pair = r * p.slots + slot;
+        const uint64_t* const from = static_cast<const uint64_t*>(p.outs) + static_cast<size_t>(pair) * hidden + column;
+        uint64_t v[kAtOnce][2] = {};  // as in gate()
+        float weight[kAtOnce] = {};
+        unsigned known = 0;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; i++) {
+            if (slot + i >= p.slots || room.chunk_of[pair + i] < 0) continue;
+            known |= 1u << i;
+            weight[i] = p.weight[pair + i];
+        }
+        for (unsigned missing = known; missing;) {
+#pragma unroll
+            for (int i = 0; i < kAtOnce; i++)
+                if (missing >> i & 1) look(v[i], from + i * hidden);
+#pragma unroll
+            for (int i = 0; i < kAtOnce; i++)
+                if (tag_of(v[i][0]) == room.tag && tag_of(v[i][1]) == room.tag) missing &= ~(1u << i);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; i++) {
+            if (!(known >> i & 1)) continue;
+#pragma unroll
+            for (int j = 0; j < 2; j++)
+                sum[j] = __fmaf_rn(weight[i], __uint_as_float(static_cast<uint32_t>(v[i][j])), sum[j]);
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < 2; j++) y[j] = __float2bfloat16_rn(old[j] + sum[j]);
+}
+
+// kAdd: here, else by a kernel after this. kListed: pairs have been listed.
+template <class R, bool kAdd, bool kListed>
+__global__ void __launch_bounds__(kThreads, 1) stream_kernel(const __grid_constant__ Work p) {
+#if __CUDA_ARCH__ >= 1200
+    if constexpr (sizeof(R) > kBlockBytes) return;  // never launched there
+#endif
+    extern __shared__ __align__(128) char memory[];
+    auto& room = *reinterpret_cast<R*>(memory);
+    const int thread = threadIdx.x, warp = thread / kWarp;
+    if (thread == 0) {
+        for (int i = 0; i < R::stages; i++) {
+            init_barrier(room.full + i, 1);
+            init_barrier(room.empty + i, kMembers);
+        }
+        for (int i = 0; i < R::units; i++) {
+            init_barrier(room.told + i, 1);
+            init_barrier(room.heard + i, kMembers);
+        }
+        for (int i = 0; i < kMembers; i++) room.had_units[i] = room.had_strips[i] = 0;
+        show_barriers_to_copies();
+    }
+    if (!kListed && warp < kMembers) clear(room.sort);
+    wait_for_kernel_before();
+    let_next_kernel_start();
+    const int n_rows = p.n_rows();
+    int ticket = 0;
+    Lists lists = p.lists;
+    if constexpr (!kListed) lists = {&room.n_chunks, room.chunk, room.pair, room.chunk_of};
+    if (thread == kMembers * kWarp) {
+        ticket = static_cast<int>(atomicAdd(&p.turn->ticket, 1u));
+        const uint32_t tag = p.turn->epoch + 1;
+        room.tag = tag ? tag : 1;  // 0 is what words hold at first
+    }
+    if (!kListed && warp < kMembers)
+        sort_pairs<kPairs>(lists, room.sort, p.expert, n_rows * p.slots, p.experts,
+                           [] { meet<kMembersMeet, kMembers * kWarp>(); });
+    leave_shared_memory_to_copies();
+    __syncthreads();
+    const Plan plan(p, *lists.n_chunks, kAdd ? n_rows : 0);
+    if (warp == kMembers) return bring(p, room, lists, plan, ticket);
+
+    Place<R::stages> at;
+    while (true) {
+        const Place<R::units> from{room.had_units[this_thread() / kWarp] % (2 * R::units)};
+        wait(room.told + from.slot(), from.parity());
+        const int kind = room.unit[from.slot()].kind;
+        if (kind == kEnd) return;
+        if (kind == kGate)
+            gate(p, room, from.slot(), at);
+        else if (kind == kDown)
+            down<kAdd>(p, room, from.slot(), at);
+        else if constexpr (kAdd)
+            add_slots(p, room, from.slot());
+        __syncwarp();
+        const int me = this_thread();
+        if (me % kWarp == 0) arrive(room.heard + room.had_units[me / kWarp]++ % R::units);
+        __syncwarp();
+    }
+}
+
+// ---- the sum over slots of many rows ------------------------------------------------------------------------------------
+
+constexpr int kAddThreads = 256;
+
+// y[r] += sum over slots, in their order, of weight * outs of the pair, as above. Floor: 4 bytes a pair and column, mostly
+// in the second-level cache, and y twice.
+__global__ void __launch_bounds__(kAddThreads)
+    add_slots_kernel(RowsPtr y, const float* outs, const int32_t* chunk_of, const float* weight, Number n_rows,
+                     int slots, int width) {
+    wait_for_kernel_before();
+    let_next_kernel_start();
+    const int n = n_rows(), c = (blockIdx.x * kAddThreads + threadIdx.x) * 4;
+    if (c >= width) return;
+    for (int r = blockIdx.y; r < n; r += gridDim.y) {
+        float sum[4] = {};
+        for (int pair = r * slots; pair < (r + 1) * slots; pair++) {
+            if (chunk_of[pair] < 0) continue;
+            const float w = weight[pair];
+            const float4 v = *reinterpret_cast<const float4*>(outs + static_cast<size_t>(pair) * width + c);
+            sum[0] = __fmaf_rn(w, v.x, sum[0]);
+            sum[1] = __fmaf_rn(w, v.y, sum[1]);
+            sum[2] = __fmaf_rn(w, v.z, sum[2]);
+            sum[3] = __fmaf_rn(w, v.w, sum[3]);
+        }
+        bf16* const to = y[r] + c;
+#pragma unroll
+        for (int i = 0; i < 4; i++) to[i] = __float2bfloat16_rn(__bfloat162float(to[i]) + sum[i]);
+    }
+}
+
+using Small = Room<2, 2, 1, 11>;  // for 99 KB
+using Large = Room<8, 4, 2, 12>;  // for 227 KB
+constexpr int kOwnBytes = 1024;   // what a launch takes of a block's memory, as nothing is declared statically
+static_assert(sizeof(Small) + kOwnBytes <= kBlockBytes && sizeof(Large) + kOwnBytes <= kHopperBlockBytes);
+static_assert(sizeof(SortRoom<kMembers, kMostExperts>) <= 2 * kStageBytes);
+
+}  // namespace
+
+bool can_stream_experts(Rows h, const Experts& w) {
+    return bound().major >= 9 && aligned16(h) && w.down.k == kInter && w.gate_up.k % (kStageBricks * w4::kBrick) == 0 &&
+           w.gate_up.k <= kMostSteps * kStageBricks * w4::kBrick;
+}
+
+void stream_experts(Rows y, Rows h, const int32_t* expert, const float* weight, const Experts& w, Count n_rows,
+                    int slots) {
+    const int hidden = w.gate_up.k;
+    const size_t pairs = static_cast<size_t>(n_rows.most) * static_cast<size_t>(slots);
+    const bool large = bound().major == 9 || bound().major == 10;  // those with 227 KB a block
+    const bool few = large && pairs <= kMostPairs && w.count <= kMostExperts;
+    Work p{};
+    p.gate_q = raw(w.gate_up.q);
+    p.gate_s = raw(w.gate_up.s);
+    p.down_q = raw(w.down.q);
+    p.down_s = raw(w.down.s);
+    p.y = raw(y);
+    p.x = raw(h);
+    p.expert = expert;
+    p.weight = weight;
+    p.n_rows = number(n_rows);
+    p.slots = slots;
+    p.experts = w.count;
+    p.steps = hidden / (kStageBricks * w4::kBrick);
+    p.down_strips = hidden / w4::kStrip;
+    if (!few) p.lists = list_pairs(expert, p.n_rows, slots, w.count, kPairs);
+    // Words that were told in earlier launches hold earlier epochs, wherever they were. Nothing else is ever written here, and
+    // all of them lie beside the epoch: when the memory is replaced by more, both begin anew.
+    constexpr size_t turn_words = 2;
+    static_assert(sizeof(Turn) <= turn_words * 8);
+    const size_t acts = pairs * (kInter / 2), results = pairs * static_cast<size_t>(hidden);
+    uint64_t* const words = scratch<uint64_t>(Use::moe_told, turn_words + acts + (few ? results : 0));
+    p.turn = reinterpret_cast<Turn*>(words);
+    p.acts = words + turn_words;
+    p.outs = few ? static_cast<void*>(p.acts + acts) : scratch<float>(Use::moe_out, results);
+    const auto go = [&]<class R, bool kAdd, bool kListed>() {
+        launch_with<stream_kernel<R, kAdd, kListed>, sizeof(R)>({.early = true}, bound().processors, kThreads, p);
+    };
+    if (few) return go.template operator()<Large, true, false>();
+    large ? go.template operator()<Large, false, true>() : go.template operator()<Small, false, true>();
+    // Blocks go over several rows where there are many: rows that are not there cost nothing.
+    const dim3 grid(static_cast<unsigned>(ceil_div(hidden, 4 * kAddThreads)),
+                    static_cast<unsigned>(std::min(n_rows.most, 64)));
+    launch_as<add_slots_kernel>({.early = true}, grid, kAddThreads, p.y, static_cast<const float*>(p.outs),
+                                p.lists.chunk_of, weight, p.n_rows, slots, hidden);
+}
+
+}  // namespace kd::cuda

@@ -1,0 +1,129 @@
+// What the kernel of moe_stream.cu works on: units, and what a block has in shared memory.
+#pragma once
+
+#include <algorithm>
+
+#include "bulk.h"
+#include "moe_lists.h"
+#include "w4_layout.h"
+
+namespace kd::cuda::moe_stream {
+
+constexpr int kMembers = 16;                                        // warps that multiply
+constexpr int kThreads = (kMembers + 1) * kWarp;                    // the last warp brings
+constexpr int kMembersMeet = 1;                                     // number of their barrier
+constexpr int kPairs = 8;                                           // of a chunk
+constexpr int kBrickQ = w4::kWords * 4, kBrickS = w4::kScales * 2;  // bytes
+constexpr int kStageBricks = 2 * kMembers;
+constexpr int kStageQ = kStageBricks * kBrickQ, kStageBytes = kStageQ + kStageBricks * kBrickS;
+constexpr int kMostSteps = 7;                // stages of a strip of gate and up: hidden up to 7,168
+constexpr int kGateBricks = 2 * kMostSteps;  // a member's, of a strip
+constexpr int kDownBricks = 8;               // of a strip of down
+constexpr int kInter = kDownBricks * w4::kBrick, kGateStrips = kInter / w4::kTile;
+constexpr int kStageStrips = kStageBricks / kDownBricks, kDownStages = kMembers / kStageStrips;
+constexpr int kActsRow = kInter * 2 + 16;  // bytes in shared memory: eight rows of a column hit all banks
+constexpr int kSumRows = 2;
+constexpr int kAdders = 4;  // members that add a strip: each of a tile of it, and of even or odd pairs
+constexpr int kMostExperts = 512, kMostPairs = 512;  // sorted in every block; more by a kernel before
+
+enum Kind { kGate, kDown, kSum, kEnd };
+
+// chunk: of pairs; of kSum, kSumRows rows. strip: the first.
+struct Unit {
+    int kind, chunk, strip, strips;
+};
+
+// Zero at first. All blocks of a launch find the same epoch; the last to end makes it one more and the rest zero.
+struct Turn {
+    uint32_t ticket, ended, epoch;
+};
+
+struct Work {
+    const uint32_t *gate_q, *down_q;
+    const uint16_t *gate_s, *down_s;
+    RowsPtr y, x;
+    const int32_t* expert;
+    const float* weight;
+    Number n_rows;
+    int slots, experts, steps, down_strips;
+    Lists lists;     // in global memory, if not made here
+    uint64_t* acts;  // [pair][inter / 2] tagged, two bf16 each
+    void* outs;      // [pair][hidden] fp32; tagged, if added here
+    Turn* turn;
+};
+
+// What a block has in shared memory. kUnits are told to the members ahead, at most. Of a member's bricks of a strip of gate
+// and up, the activations of kHeld stay in registers from strip to strip and those of the others here: 96 registers are all that
+// 17 warps have.
+template <int kStages, int kUnits, int kSums, int kHeld>
+struct Room {
+    union {
+        char stage[kStages][kStageBytes];
+        SortRoom<kMembers, kMostExperts> sort;
+    };
+    float2 sum[kSums][kAdders][kMembers][kWarp];  // of a strip of gate and up: gate, up
+    uint4 unheld[kMembers][kGateBricks - kHeld][kWarp];
+    char acts[kUnits][kPairs][kActsRow];
+    Chunk chunk[kMostPairs];
+    int32_t pair[kMostPairs], chunk_of[kMostPairs];
+    int32_t n_chunks;
+    uint32_t tag;
+    // Of each member, how many units and strips of gate and up it has had: here, as registers are full of activations.
+    unsigned had_units[kMembers], had_strips[kMembers];
+    Unit unit[kUnits];
+    int unit_pair[kUnits][kPairs], unit_row[kUnits][kPairs];  // no pair: -1, and a row that does no harm
+    Barrier full[kStages], empty[kStages], told[kUnits], heard[kUnits];
+    static constexpr int stages = kStages, units = kUnits, sums = kSums, held = kHeld;
+};
+
+// A place in a ring of kN, and the parity of its turn. One register, where kN is a power of two.
+template <int kN>
+struct Place {
+    unsigned n = 0;  // modulo 2 kN
+    __device__ int slot() const { return n % kN; }
+    __device__ uint32_t parity() const { return n / kN % 2; }
+    __device__ void advance(unsigned by) { n = (kN & (kN - 1)) == 0 ? n + by : (n + by) % (2 * kN); }
+};
+
+// threadIdx.x, read anew: what follows from it is not kept in registers, of which activations need most.
+__device__ __forceinline__ int this_thread() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(thread));
+    return thread;
+}
+
+// Which unit a number is.
+struct Plan {
+    int n_chunks, run, gate_units, groups, ranges, lag, all;
+
+    __device__ Plan(const Work& p, int chunks, int summed_rows) : n_chunks(chunks), run(1) {
+        // Strips in a row share activations; fewer in a row where there are few strips for each block.
+        while (run < 4 && n_chunks * kGateStrips / (2 * run) >= 8 * static_cast<int>(gridDim.x)) run *= 2;
+        gate_units = n_chunks * (kGateStrips / run);
+        groups = (summed_rows + kSumRows - 1) / kSumRows;
+        ranges = p.down_strips / kMembers;
+        // A sum comes four units a block after what it needs, or at the end.
+        lag = min(ranges, (4 * static_cast<int>(gridDim.x) + n_chunks - 1) / max(n_chunks, 1));
+        all = gate_units + (n_chunks + groups) * ranges;
+    }
+    __device__ Unit operator()(int i) const {
+        if (i >= all) return {kEnd, 0, 0, 0};
+        if (i < gate_units) {
+            const int runs = kGateStrips / run;
+            return {kGate, i / runs, i % runs * run, run};
+        }
+        i -= gate_units;
+        if (i < lag * n_chunks) return {kDown, i % n_chunks, i / n_chunks * kMembers, kMembers};
+        i -= lag * n_chunks;
+        const int both = n_chunks + groups;
+        if (i >= (ranges - lag) * both) {
+            i -= (ranges - lag) * both;
+            return {kSum, i % groups, (ranges - lag + i / groups) * kMembers, kMembers};
+        }
+        const int range = i / both, c = i % both;
+        if (c < n_chunks) return {kDown, c, (lag + range) * kMembers, kMembers};
+        return {kSum, c - n_chunks, range * kMembers, kMembers};
+    }
+};
+
+}  // namespace kd::cuda::moe_stream
