@@ -91,6 +91,17 @@ def test_real_sizes(n, hidden, inter, count, k, probes):
             assert_same_bits(probes.moe(Device(), **{**case, **part}), (got[some],), f"rows {some}")
 
 
+def test_one_call_after_another(probes):
+    """Calls with other rows, experts and numbers of rows, again and again: what a call leaves behind is never taken for the next
+    one's, and nothing depends on how its parts happen to run."""
+    rng = np.random.default_rng(8)
+    w, s = experts(rng, 1024, 256, 12), ref.moe.shape(1024, 256, 12, 4)
+    cases = [{**rows_of(rng, n, 1024, 12, 4), "w": w, "s": s} for n in (1, 24, 9, 70)]
+    want = [probes.moe(Device(), **case) for case in cases]
+    for i in range(400 if backend.DEVICE == "cuda" else 4):
+        assert_same_bits(probes.moe(Device(), **cases[i % 4]), want[i % 4], f"call {i}")
+
+
 def test_wild_rows_spoil_only_themselves(probes):
     """NaN and infinity in one row: the rows that share its experts have the same bits as without it."""
     rng = np.random.default_rng(3)
