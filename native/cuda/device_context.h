@@ -29,7 +29,7 @@ class Scratch {
     ~Scratch();
     Scratch(const Scratch&) = delete;
     Scratch& operator=(const Scratch&) = delete;
-    void* get(size_t bytes);  // 256-byte aligned, contents undefined, valid until the next get() of more
+    void* get(size_t bytes);  // 256-byte aligned, zero when new, valid until the next get() of more
   private:
     std::vector<void*> all_;  // earlier ones may still be read by another rank
     size_t size_ = 0;
