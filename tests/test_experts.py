@@ -73,8 +73,9 @@ REAL_SIZES = [
     (70, 288, 64, 4, 2),
     (9, 7168, 64, 3, 2),
     (11, 1024, 256, 40, 9),
-    (300, 1024, 256, 5, 2),
+    (260, 3072, 256, 12, 4),  # on CUDA more rows than one launch takes; its parts are rows enough for one
     (9, 7168, 256, 3, 2),  # what a rank of eight of Kimi K2 has of an expert
+    (9, 1056, 256, 3, 2),  # nearly that: not whole stages
 ]
 
 
@@ -96,10 +97,10 @@ def test_one_call_after_another(probes):
     one's, and nothing depends on how its parts happen to run."""
     rng = np.random.default_rng(8)
     w, s = experts(rng, 1024, 256, 12), ref.moe.shape(1024, 256, 12, 4)
-    cases = [{**rows_of(rng, n, 1024, 12, 4), "w": w, "s": s} for n in (1, 24, 9, 70)]
+    cases = [{**rows_of(rng, n, 1024, 12, 4), "w": w, "s": s} for n in (1, 24, 9, 70, 140, 260)]
     want = [probes.moe(Device(), **case) for case in cases]
-    for i in range(400 if backend.DEVICE == "cuda" else 4):
-        assert_same_bits(probes.moe(Device(), **cases[i % 4]), want[i % 4], f"call {i}")
+    for i in range(400 if backend.DEVICE == "cuda" else len(cases)):
+        assert_same_bits(probes.moe(Device(), **cases[i % len(cases)]), want[i % len(cases)], f"call {i}")
 
 
 def test_wild_rows_spoil_only_themselves(probes):

@@ -68,6 +68,12 @@ __device__ __forceinline__ void leave_shared_memory_to_copies() {
     asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 #endif
 }
+// The same of global memory, by the thread that copies from it what kernels before have written.
+__device__ __forceinline__ void see_global_memory_in_copies() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.global;\n" ::: "memory");
+#endif
+}
 
 // Words that one block tells another while both run: 32 bits and a tag that says they are there, written and read at once, so
 // that nothing else is to be ordered.

@@ -8,9 +8,14 @@
 // second-level cache, and is only ever needed of units with lower numbers, which blocks have that run: so nothing depends on
 // all blocks running at once. For many rows, tagged results would be too many bytes: a second kernel adds them.
 //
-// Order of sums, fixed by shape. A strip of gate and up is 32 rows of hidden / 32 bricks; warp w of 16 has bricks 32 j + 2 w
-// and the next, j = 0, 1, ..: one chain in order. Those of 16 warps are added in fours: ((0 + 1) + (2 + 3)), to which ((4 + 5)
-// + (6 + 7)) is added, and so on. A strip of down is eight bricks, one chain. Slots are added in their order, from 0, then y.
+// What orders what in a block. A stage: copies complete a phase of `full`, which every member waits for before it reads; having read,
+// each lane fences its reads against copies, its warp arrives at `empty`, and who copies has waited for that. A unit: the warp that
+// brings writes what it is and, for down, activations, and arrives at `told`; members read and arrive at `heard`, for which it waits
+// before it writes the same place again. The sums of a strip: members write and arrive at `summed`; those that add wait for it, read and
+// arrive at `added`, for which all wait before they write the same place again. Only stages are written by copies, so only they need
+// fences. From block to block: a word and its tag are one store and one load, so nothing else is to be ordered.
+//
+// Sums: the order of moe_stream.h, a member a chain. Slots are added in their order, from 0, then y.
 #include "moe_stream.h"
 
 #include <algorithm>
@@ -62,58 +67,56 @@ __device__ __forceinline__ void bring_acts(char (&to)[kPairs][kActsRow], const u
     }
 }
 
-// The warp that brings. A unit of down is told when its activations are there; its weights are under way by then, if the
-// ring has room for all of them.
-template <class R>
-__device__ __forceinline__ void bring(const Work& p, R& room, const Lists& lists, const Plan& plan, int ticket) {
+// The warp that brings. A unit of gate and up has its rows of activations first, each a stage, then its weights. A unit of down is
+// told when its activations are there; its weights are under way by then.
+__device__ __forceinline__ void bring(const Work& p, Room& room, const Lists& lists, const Plan& plan, int ticket) {
     const int lane = threadIdx.x % kWarp;
     const uint32_t tag = room.tag;
-    Place<R::stages> at;
-    Place<R::units> to;
-    const auto stages = [&](const uint32_t* q, const uint16_t* s, size_t brick, int n) {
+    Place<kStages> at;
+    Place<kUnits> to;
+    // One more stage, when there is room, of two copies at most.
+    const auto stage = [&](const char* a, int a_bytes, const char* b, int b_bytes) {
+        if (lane == 0) {
+            Barrier* const full = room.full + at.slot();
+            char* const stage = room.stage[at.slot()];
+            wait(room.empty + at.slot(), at.parity() ^ 1);
+            arrive_and_expect(full, a_bytes + b_bytes);
+            bulk_copy(stage, a, a_bytes, full);
+            if (b_bytes) bulk_copy(stage + a_bytes, b, b_bytes, full);
+        }
+        at.advance(1);
+    };
+    const auto weights = [&](const uint32_t* q, const uint16_t* s, size_t brick, int stages) {
+        constexpr int kStageS = kStageBytes - kStageQ;
         const char* from_q = reinterpret_cast<const char*>(q) + brick * kBrickQ;
         const char* from_s = reinterpret_cast<const char*>(s) + brick * kBrickS;
-        for (int i = 0; i < n; i++) {
-            if (lane == 0) {
-                wait(room.empty + at.slot(), at.parity() ^ 1);
-                char* const stage = room.stage[at.slot()];
-                arrive_and_expect(room.full + at.slot(), kStageBytes);
-                bulk_copy(stage, from_q, kStageQ, room.full + at.slot());
-                bulk_copy(stage + kStageQ, from_s, kStageBytes - kStageQ, room.full + at.slot());
-            }
-            from_q += kStageQ;
-            from_s += kStageBytes - kStageQ;
-            at.advance(1);
-        }
+        for (int i = 0; i < stages; i++) stage(from_q + i * kStageQ, kStageQ, from_s + i * kStageS, kStageS);
     };
     while (true) {
-        const Unit unit = plan(__shfl_sync(0xffffffffu, ticket, 0));
+        Unit unit = plan(__shfl_sync(0xffffffffu, ticket, 0));
         if (lane == 0 && unit.kind != kEnd) ticket = static_cast<int>(atomicAdd(&p.turn->ticket, 1u));
         Chunk chunk{};
         if (unit.kind == kGate || unit.kind == kDown) chunk = lists.chunk[unit.chunk];
         const int pair = lane < chunk.n ? lists.pair[chunk.first + lane] : -1;
-        const auto down_stages = [&] {
-            stages(p.down_q, p.down_s, (static_cast<size_t>(chunk.expert) * p.down_strips + unit.strip) * kDownBricks,
-                   kDownStages);
-        };
-        constexpr bool kAhead = R::stages >= kDownStages;
-        if (kAhead && unit.kind == kDown) down_stages();
+        unit.n = chunk.n;
+        if (unit.kind == kDown)
+            weights(p.down_q, p.down_s, (static_cast<size_t>(chunk.expert) * p.down_strips + unit.strip) * kDownBricks,
+                    kDownStages);
         wait(room.heard + to.slot(), to.parity() ^ 1);
         if (unit.kind == kDown) bring_acts(room.acts[to.slot()], p.acts, pair, chunk.n, tag);
-        const int first = __shfl_sync(0xffffffffu, pair, 0);
-        if (lane < kPairs) {
-            room.unit_pair[to.slot()][lane] = pair;
-            room.unit_row[to.slot()][lane] = max(pair < 0 ? first : pair, 0) / p.slots;
-        }
+        if (lane < kPairs) room.unit_pair[to.slot()][lane] = pair;
         if (lane == 0) room.unit[to.slot()] = unit;
         __syncwarp();
         if (lane == 0) arrive(room.told + to.slot());
         to.advance(1);
-        if (!kAhead && unit.kind == kDown) down_stages();
-        if (unit.kind == kGate)
-            stages(p.gate_q, p.gate_s,
-                   (static_cast<size_t>(chunk.expert) * kGateStrips + unit.strip) * p.steps * kStageBricks,
-                   unit.strips * p.steps);
+        if (unit.kind == kGate) {
+            for (int i = 0; i < chunk.n; i++)
+                stage(reinterpret_cast<const char*>(p.x[__shfl_sync(0xffffffffu, pair, i) / p.slots]), p.steps * kXStep,
+                      nullptr, 0);
+            weights(p.gate_q, p.gate_s,
+                    (static_cast<size_t>(chunk.expert) * kGateStrips + unit.strip) * p.steps * kStageBricks,
+                    unit.strips * p.steps);
+        }
         if (unit.kind == kEnd) break;
     }
     if (lane == 0 && count_in(&p.turn->ended) == gridDim.x - 1) {
@@ -123,21 +126,35 @@ __device__ __forceinline__ void bring(const Work& p, R& room, const Lists& lists
     }
 }
 
-// The strip that has `left` - 1 behind it in the unit. All members leave what they have of it, and meet; then four of them add,
-// others each time, while the rest go on. With two places for sums the one written next was read before the last meeting; with
-// one, all meet before they write too.
-template <class R>
-__device__ __forceinline__ void end_strip(const Work& p, R& room, int left, const float (&d)[2][4]) {
+// By all lanes of a warp, for it: one lane arrives, as it saw what the others did before they met. (The sanitizer's racecheck counts
+// this for the one lane only and reports the others. Each arriving for itself would be 512 arrivals at one address a stage.)
+__device__ __forceinline__ void arrive_together(Barrier* b, int times = 1) {
+    __syncwarp();
+    if (this_thread() % kWarp == 0) arrive(b, times);
+}
+
+// By all lanes of a member that has read what it needs of a stage. Each has to say itself that its reads come before the next copy to
+// the stage: the barrier orders them before other reads and writes only.
+__device__ __forceinline__ void leave_stage(Room& room, int stage, int times = 1) {
+    leave_shared_memory_to_copies();
+    arrive_together(room.empty + stage, times);
+}
+
+// The strip that has `left` - 1 behind it in the unit. Four members add what all have left of it, others each time; nobody else waits
+// for them, until the same place is wanted again.
+__device__ __forceinline__ void end_strip(const Work& p, Room& room, int left, const float (&d)[2][4]) {
     const int thread = this_thread(), warp = thread / kWarp, lane = thread % kWarp;
     const unsigned had = room.had_strips[warp];
-    auto& sum = room.sum[had % R::sums];
-    if constexpr (R::sums == 1) meet<kMembersMeet, kMembers * kWarp>();
+    const Place<kSums> at{had};
+    auto& sum = room.sum[at.slot()];
+    wait(room.added + at.slot(), at.parity() ^ 1);
 #pragma unroll
     for (int i = 0; i < kAdders; i++) sum[i][warp][lane] = make_float2(d[i / 2][i % 2], d[i / 2][i % 2 + 2]);
-    meet<kMembersMeet, kMembers * kWarp>();
+    arrive_together(room.summed + at.slot());
     if (lane == 0) room.had_strips[warp] = had + 1;
     __syncwarp();
     if (warp / kAdders != had % (kMembers / kAdders)) return;
+    wait(room.summed + at.slot(), at.parity());
     const int part = warp % kAdders, g = lane / 4, t = lane % 4;
     const float2(*of)[kWarp] = sum[part];
     float gate = 0, up = 0;
@@ -147,40 +164,48 @@ __device__ __forceinline__ void end_strip(const Work& p, R& room, int left, cons
         gate += (s0.x + s1.x) + (s2.x + s3.x);
         up += (s0.y + s1.y) + (s2.y + s3.y);
     }
+    arrive_together(room.added + at.slot());
     // The lane has one column of a pair; its neighbour's is the other half of a word.
     const float own = gate / (1 + expf(-gate)) * up, other = __shfl_xor_sync(0xffffffffu, own, 4);
-    const int slot = room.had_units[warp] % R::units, strip = room.unit[slot].strip + room.unit[slot].strips - left;
+    const int slot = room.had_units[warp] % kUnits, strip = room.unit[slot].strip + room.unit[slot].strips - left;
     const int pair = room.unit_pair[slot][2 * t + part % 2];
     if (pair >= 0 && g % 2 == 0)
         tell(p.acts + static_cast<size_t>(pair) * (kInter / 2) + strip * (w4::kTile / 2) + part / 2 * 4 + g / 2,
              pack_bf16(own, other), room.tag);
 }
 
-// By all lanes of a member that has read what it needs of a stage; it arrives for so many.
-template <class R>
-__device__ __forceinline__ void leave_stage(R& room, int stage, int times = 1) {
-    leave_shared_memory_to_copies();
-    __syncwarp();
-    if (this_thread() % kWarp == 0) arrive(room.empty + stage, times);
+// The activations of a member's bricks of a strip, of the unit's pairs: lanes of column g have pair g's, or zeros.
+__device__ __forceinline__ void take_rows(const Work& p, Room& room, int slot, Place<kStages>& at, uint4 (&v)[kHeld]) {
+    const int thread = this_thread(), warp = thread / kWarp, lane = thread % kWarp, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int j = 0; j < kHeld; j++) v[j] = {};
+#pragma unroll
+    for (int j = kHeld; j < kGateBricks; j++) room.unheld[warp][j - kHeld][lane] = {};
+#pragma unroll 1
+    for (int i = 0; i < room.unit[slot].n; i++) {
+        wait(room.full + at.slot(), at.parity());
+        if (g == i) {
+            const char* const from = room.stage[at.slot()] + warp * kChainRun * (w4::kBrick * 2) + t * 16;
+#pragma unroll
+            for (int j = 0; j < kGateBricks; j++) {
+                if (j / kChainRun >= p.steps) break;
+                const uint4 acts = load16(from + j / kChainRun * kXStep + j % kChainRun * (w4::kBrick * 2));
+                if (j < kHeld)
+                    v[j] = acts;
+                else
+                    room.unheld[warp][j - kHeld][lane] = acts;
+            }
+        }
+        leave_stage(room, at.slot());
+        at.advance(1);
+    }
 }
 
 // Some strips of gate and up for the unit's pairs.
-template <class R>
-__device__ __forceinline__ void gate(const Work& p, R& room, int slot, Place<R::stages>& at) {
-    const int thread = this_thread(), warp = thread / kWarp, lane = thread % kWarp, g = lane / 4, t = lane % 4;
-    uint4 v[R::held];
-    {
-        const bf16* from = p.x[room.unit_row[slot][g]] + warp * 2 * w4::kBrick + t * 8;
-#pragma unroll
-        for (int j = 0; j < kGateBricks; j++) {
-            uint4 acts{};  // of bricks that are not there too, else the compiler keeps what they were before
-            if (j / 2 < p.steps) acts = load16(from + (j / 2 * kStageBricks + j % 2) * w4::kBrick);
-            if (j < R::held)
-                v[j] = acts;
-            else
-                room.unheld[warp][j - R::held][lane] = acts;
-        }
-    }
+__device__ __forceinline__ void gate(const Work& p, Room& room, int slot, Place<kStages>& at) {
+    const int thread = this_thread(), warp = thread / kWarp, lane = thread % kWarp, g = lane / 4;
+    uint4 v[kHeld];
+    take_rows(p, room, slot, at, v);
     const char* const words = room.stage[0] + warp * 2 * kBrickQ + lane * 16;
     const char* const scales = room.stage[0] + kStageQ + warp * 2 * kBrickS + g * 8;
     int left = room.unit[slot].strips;
@@ -197,7 +222,7 @@ __device__ __forceinline__ void gate(const Work& p, R& room, int slot, Place<R::
             for (int b = 0; b < 2; b++) {
                 const int brick = 2 * j + b;
                 w4::multiply_brick(d, load16(q + b * kBrickQ), *reinterpret_cast<const uint2*>(s + b * kBrickS),
-                                   brick < R::held ? v[brick % R::held] : room.unheld[warp][brick % R::held][lane]);
+                                   brick < kHeld ? v[brick % kHeld] : room.unheld[warp][brick % kHeld][lane]);
             }
             leave_stage(room, at.slot());
             at.advance(1);
@@ -207,8 +232,8 @@ __device__ __forceinline__ void gate(const Work& p, R& room, int slot, Place<R::
 }
 
 // One strip of down a member.
-template <bool kTagged, class R>
-__device__ __forceinline__ void down(const Work& p, R& room, int slot, Place<R::stages>& at) {
+template <bool kTagged>
+__device__ __forceinline__ void down(const Work& p, Room& room, int slot, Place<kStages>& at) {
     const int thread = this_thread(), warp = thread / kWarp, lane = thread % kWarp, g = lane / 4, t = lane % 4;
     float d[2][4] = {};
     const auto multiply = [&](const char* stage) {
@@ -220,22 +245,14 @@ __device__ __forceinline__ void down(const Work& p, R& room, int slot, Place<R::
             w4::multiply_brick(d, load16(q + b * kBrickQ), *reinterpret_cast<const uint2*>(s + b * kBrickS),
                                load16(v + b * w4::kBrick * 2));
     };
-    if constexpr (R::stages >= kDownStages) {
-        Place<R::stages> own = at;
-        own.advance(warp / kStageStrips);
-        wait(room.full + own.slot(), own.parity());
-        multiply(room.stage[own.slot()]);
-        leave_stage(room, own.slot(), kMembers / kStageStrips);  // for those who have nothing in it
-        at.advance(kDownStages);
-    } else {  // the ring may go round within the unit: everybody sees every stage
-#pragma unroll 1
-        for (int i = 0; i < kDownStages; i++) {
-            wait(room.full + at.slot(), at.parity());
-            if (i == warp / kStageStrips) multiply(room.stage[at.slot()]);
-            leave_stage(room, at.slot());
-            at.advance(1);
-        }
-    }
+    // A member sees one stage of a unit's and leaves it for the members that have nothing in it. Its stages of all units are in the same
+    // places of the ring, so it sees these every time round, and has seen the last time when it waits for the next.
+    Place<kStages> own = at;
+    own.advance(warp / kStageStrips);
+    wait(room.full + own.slot(), own.parity());
+    multiply(room.stage[own.slot()]);
+    leave_stage(room, own.slot(), kMembers / kStageStrips);
+    at.advance(kDownStages);
     const size_t hidden = static_cast<size_t>(p.down_strips) * w4::kStrip;
     const int column = (room.unit[slot].strip + warp) * w4::kStrip + g;
 #pragma unroll
@@ -255,8 +272,7 @@ __device__ __forceinline__ void down(const Work& p, R& room, int slot, Place<R::
 }
 
 // y[r] += sum over slots of weight * outs, two rows of one strip a member: half a warp a row, two columns a lane.
-template <class R>
-__device__ __forceinline__ void add_slots(const Work& p, R& room, int slot_of_unit) {
+__device__ __forceinline__ void add_slots(const Work& p, Room& room, int slot_of_unit) {
     constexpr int kAtOnce = 8;
     const int thread = this_thread(), warp = thread / kWarp, lane = thread % kWarp;
     const int column = (room.unit[slot_of_unit].strip + warp) * w4::kStrip + lane % 16 * 2;
@@ -300,22 +316,26 @@ __device__ __forceinline__ void add_slots(const Work& p, R& room, int slot_of_un
 }
 
 // kAdd: here, else by a kernel after this. kListed: pairs have been listed.
-template <class R, bool kAdd, bool kListed>
+template <bool kAdd, bool kListed>
 __global__ void __launch_bounds__(kThreads, 1) stream_kernel(const __grid_constant__ Work p) {
 #if __CUDA_ARCH__ >= 1200
-    if constexpr (sizeof(R) > kBlockBytes) return;  // never launched there
+    if constexpr (sizeof(Room) > kBlockBytes) return;  // never launched there
 #endif
     extern __shared__ __align__(128) char memory[];
-    auto& room = *reinterpret_cast<R*>(memory);
+    auto& room = *reinterpret_cast<Room*>(memory);
     const int thread = threadIdx.x, warp = thread / kWarp;
     if (thread == 0) {
-        for (int i = 0; i < R::stages; i++) {
+        for (int i = 0; i < kStages; i++) {
             init_barrier(room.full + i, 1);
             init_barrier(room.empty + i, kMembers);
         }
-        for (int i = 0; i < R::units; i++) {
+        for (int i = 0; i < kUnits; i++) {
             init_barrier(room.told + i, 1);
             init_barrier(room.heard + i, kMembers);
+        }
+        for (int i = 0; i < kSums; i++) {
+            init_barrier(room.summed + i, kMembers);
+            init_barrier(room.added + i, kAdders);
         }
         for (int i = 0; i < kMembers; i++) room.had_units[i] = room.had_strips[i] = 0;
         show_barriers_to_copies();
@@ -331,6 +351,7 @@ __global__ void __launch_bounds__(kThreads, 1) stream_kernel(const __grid_consta
         ticket = static_cast<int>(atomicAdd(&p.turn->ticket, 1u));
         const uint32_t tag = p.turn->epoch + 1;
         room.tag = tag ? tag : 1;  // 0 is what words hold at first
+        see_global_memory_in_copies();
     }
     if (!kListed && warp < kMembers)
         sort_pairs<kPairs>(lists, room.sort, p.expert, n_rows * p.slots, p.experts,
@@ -340,9 +361,9 @@ __global__ void __launch_bounds__(kThreads, 1) stream_kernel(const __grid_consta
     const Plan plan(p, *lists.n_chunks, kAdd ? n_rows : 0);
     if (warp == kMembers) return bring(p, room, lists, plan, ticket);
 
-    Place<R::stages> at;
+    Place<kStages> at;
     while (true) {
-        const Place<R::units> from{room.had_units[this_thread() / kWarp] % (2 * R::units)};
+        const Place<kUnits> from{room.had_units[this_thread() / kWarp]};
         wait(room.told + from.slot(), from.parity());
         const int kind = room.unit[from.slot()].kind;
         if (kind == kEnd) return;
@@ -354,7 +375,7 @@ __global__ void __launch_bounds__(kThreads, 1) stream_kernel(const __grid_consta
             add_slots(p, room, from.slot());
         __syncwarp();
         const int me = this_thread();
-        if (me % kWarp == 0) arrive(room.heard + room.had_units[me / kWarp]++ % R::units);
+        if (me % kWarp == 0) arrive(room.heard + room.had_units[me / kWarp]++ % kUnits);
         __syncwarp();
     }
 }
@@ -389,25 +410,19 @@ __global__ void __launch_bounds__(kAddThreads)
     }
 }
 
-using Small = Room<2, 2, 1, 11>;  // for 99 KB
-using Large = Room<8, 4, 2, 12>;  // for 227 KB
-constexpr int kOwnBytes = 1024;   // what a launch takes of a block's memory, as nothing is declared statically
-static_assert(sizeof(Small) + kOwnBytes <= kBlockBytes && sizeof(Large) + kOwnBytes <= kHopperBlockBytes);
-static_assert(sizeof(SortRoom<kMembers, kMostExperts>) <= 2 * kStageBytes);
-
 }  // namespace
 
 bool can_stream_experts(Rows h, const Experts& w) {
-    return bound().major >= 9 && aligned16(h) && w.down.k == kInter && w.gate_up.k % (kStageBricks * w4::kBrick) == 0 &&
-           w.gate_up.k <= kMostSteps * kStageBricks * w4::kBrick;
+    // 227 KB of shared memory a block: sm_90 to sm_103. With a ring of two stages, which 99 KB would hold, nothing was gained.
+    return (bound().major == 9 || bound().major == 10) && aligned16(h) && w.down.k == kInter &&
+           w.gate_up.k % (kStageBricks * w4::kBrick) == 0 && w.gate_up.k <= kMostSteps * kStageBricks * w4::kBrick;
 }
 
 void stream_experts(Rows y, Rows h, const int32_t* expert, const float* weight, const Experts& w, Count n_rows,
                     int slots) {
     const int hidden = w.gate_up.k;
     const size_t pairs = static_cast<size_t>(n_rows.most) * static_cast<size_t>(slots);
-    const bool large = bound().major == 9 || bound().major == 10;  // those with 227 KB a block
-    const bool few = large && pairs <= kMostPairs && w.count <= kMostExperts;
+    const bool few = pairs <= kMostPairs && w.count <= kMostExperts;
     Work p{};
     p.gate_q = raw(w.gate_up.q);
     p.gate_s = raw(w.gate_up.s);
@@ -424,7 +439,8 @@ void stream_experts(Rows y, Rows h, const int32_t* expert, const float* weight, 
     p.down_strips = hidden / w4::kStrip;
     if (!few) p.lists = list_pairs(expert, p.n_rows, slots, w.count, kPairs);
     // Words that were told in earlier launches hold earlier epochs, wherever they were. Nothing else is ever written here, and
-    // all of them lie beside the epoch: when the memory is replaced by more, both begin anew.
+    // all of them lie beside the epoch: when the memory is replaced by more, both begin anew, as zeros. An epoch comes again after
+    // four billion launches; only words that none of these wrote would then pass for new.
     constexpr size_t turn_words = 2;
     static_assert(sizeof(Turn) <= turn_words * 8);
     const size_t acts = pairs * (kInter / 2), results = pairs * static_cast<size_t>(hidden);
@@ -432,11 +448,11 @@ void stream_experts(Rows y, Rows h, const int32_t* expert, const float* weight, 
     p.turn = reinterpret_cast<Turn*>(words);
     p.acts = words + turn_words;
     p.outs = few ? static_cast<void*>(p.acts + acts) : scratch<float>(Use::moe_out, results);
-    const auto go = [&]<class R, bool kAdd, bool kListed>() {
-        launch_with<stream_kernel<R, kAdd, kListed>, sizeof(R)>({.early = true}, bound().processors, kThreads, p);
+    const auto go = [&]<bool kAdd, bool kListed>() {
+        launch_with<stream_kernel<kAdd, kListed>, sizeof(Room)>({.early = true}, bound().processors, kThreads, p);
     };
-    if (few) return go.template operator()<Large, true, false>();
-    large ? go.template operator()<Large, false, true>() : go.template operator()<Small, false, true>();
+    if (few) return go.template operator()<true, false>();
+    go.template operator()<false, true>();
     // Blocks go over several rows where there are many: rows that are not there cost nothing.
     const dim3 grid(static_cast<unsigned>(ceil_div(hidden, 4 * kAddThreads)),
                     static_cast<unsigned>(std::min(n_rows.most, 64)));

@@ -4,21 +4,23 @@
 #include <algorithm>
 
 #include "bulk.h"
+#include "launch.h"
 #include "moe_lists.h"
+#include "moe_stream.h"
 #include "w4_layout.h"
 
 namespace kd::cuda::moe_stream {
 
-constexpr int kMembers = 16;                                        // warps that multiply
+constexpr int kMembers = kChains;                                   // warps that multiply
 constexpr int kThreads = (kMembers + 1) * kWarp;                    // the last warp brings
 constexpr int kMembersMeet = 1;                                     // number of their barrier
 constexpr int kPairs = 8;                                           // of a chunk
 constexpr int kBrickQ = w4::kWords * 4, kBrickS = w4::kScales * 2;  // bytes
-constexpr int kStageBricks = 2 * kMembers;
+constexpr int kStageBricks = kLapBricks;
 constexpr int kStageQ = kStageBricks * kBrickQ, kStageBytes = kStageQ + kStageBricks * kBrickS;
-constexpr int kMostSteps = 7;                // stages of a strip of gate and up: hidden up to 7,168
-constexpr int kGateBricks = 2 * kMostSteps;  // a member's, of a strip
-constexpr int kDownBricks = 8;               // of a strip of down
+constexpr int kMostSteps = 7;                          // stages of a strip of gate and up: hidden up to 7,168
+constexpr int kGateBricks = kChainRun * kMostSteps;    // a member's, of a strip
+constexpr int kXStep = kStageBricks * w4::kBrick * 2;  // bytes of a row of activations that meet a stage
 constexpr int kInter = kDownBricks * w4::kBrick, kGateStrips = kInter / w4::kTile;
 constexpr int kStageStrips = kStageBricks / kDownBricks, kDownStages = kMembers / kStageStrips;
 constexpr int kActsRow = kInter * 2 + 16;  // bytes in shared memory: eight rows of a column hit all banks
@@ -28,12 +30,13 @@ constexpr int kMostExperts = 512, kMostPairs = 512;  // sorted in every block; m
 
 enum Kind { kGate, kDown, kSum, kEnd };
 
-// chunk: of pairs; of kSum, kSumRows rows. strip: the first.
+// chunk: of n pairs; of kSum, kSumRows rows. strip: the first.
 struct Unit {
-    int kind, chunk, strip, strips;
+    int kind, chunk, strip, strips, n;
 };
 
-// Zero at first. All blocks of a launch find the same epoch; the last to end makes it one more and the rest zero.
+// Zero at first. All blocks of a launch find the same epoch; the last to end makes it one more and the rest zero. A launch that
+// does not end, as it was aborted, has ended the CUDA context and this memory with it.
 struct Turn {
     uint32_t ticket, ended, epoch;
 };
@@ -52,10 +55,14 @@ struct Work {
     Turn* turn;
 };
 
-// What a block has in shared memory. kUnits are told to the members ahead, at most. Of a member's bricks of a strip of gate
-// and up, the activations of kHeld stay in registers from strip to strip and those of the others here: 96 registers are all that
-// 17 warps have.
-template <int kStages, int kUnits, int kSums, int kHeld>
+constexpr int kStages = 8;  // of the ring
+constexpr int kUnits = 4;   // told to the members ahead, at most
+constexpr int kSums = 2;    // strips of gate and up that are being added
+// Of a member's bricks of a strip of gate and up, the activations of so many stay in registers from strip to strip, those of the
+// others in shared memory: 96 registers are all that 17 warps have.
+constexpr int kHeld = 12;
+
+// What a block has in shared memory.
 struct Room {
     union {
         char stage[kStages][kStageBytes];
@@ -71,18 +78,23 @@ struct Room {
     // Of each member, how many units and strips of gate and up it has had: here, as registers are full of activations.
     unsigned had_units[kMembers], had_strips[kMembers];
     Unit unit[kUnits];
-    int unit_pair[kUnits][kPairs], unit_row[kUnits][kPairs];  // no pair: -1, and a row that does no harm
-    Barrier full[kStages], empty[kStages], told[kUnits], heard[kUnits];
-    static constexpr int stages = kStages, units = kUnits, sums = kSums, held = kHeld;
+    int unit_pair[kUnits][kPairs];  // -1: none
+    Barrier full[kStages], empty[kStages], told[kUnits], heard[kUnits], summed[kSums], added[kSums];
 };
+constexpr int kOwnBytes = 1024;  // what a launch takes of a block's memory, as nothing is declared statically
+static_assert(sizeof(Room) + kOwnBytes <= kHopperBlockBytes);
+static_assert(sizeof(SortRoom<kMembers, kMostExperts>) <= sizeof(Room::stage));
+static_assert(kMostSteps * kXStep <= kStageBytes, "a row of activations is a stage");
+static_assert(kStages % kDownStages == 0, "else down() could be a round of the ring behind");
 
-// A place in a ring of kN, and the parity of its turn. One register, where kN is a power of two.
+// A place in a ring of kN, and the parity of its turn.
 template <int kN>
 struct Place {
-    unsigned n = 0;  // modulo 2 kN
+    static_assert((kN & (kN - 1)) == 0, "n overflows");
+    unsigned n = 0;
     __device__ int slot() const { return n % kN; }
     __device__ uint32_t parity() const { return n / kN % 2; }
-    __device__ void advance(unsigned by) { n = (kN & (kN - 1)) == 0 ? n + by : (n + by) % (2 * kN); }
+    __device__ void advance(unsigned by) { n += by; }
 };
 
 // threadIdx.x, read anew: what follows from it is not kept in registers, of which activations need most.
@@ -107,22 +119,22 @@ struct Plan {
         all = gate_units + (n_chunks + groups) * ranges;
     }
     __device__ Unit operator()(int i) const {
-        if (i >= all) return {kEnd, 0, 0, 0};
+        if (i >= all) return {kEnd, 0, 0, 0, 0};
         if (i < gate_units) {
             const int runs = kGateStrips / run;
-            return {kGate, i / runs, i % runs * run, run};
+            return {kGate, i / runs, i % runs * run, run, 0};
         }
         i -= gate_units;
-        if (i < lag * n_chunks) return {kDown, i % n_chunks, i / n_chunks * kMembers, kMembers};
+        if (i < lag * n_chunks) return {kDown, i % n_chunks, i / n_chunks * kMembers, kMembers, 0};
         i -= lag * n_chunks;
         const int both = n_chunks + groups;
         if (i >= (ranges - lag) * both) {
             i -= (ranges - lag) * both;
-            return {kSum, i % groups, (ranges - lag + i / groups) * kMembers, kMembers};
+            return {kSum, i % groups, (ranges - lag + i / groups) * kMembers, kMembers, 0};
         }
         const int range = i / both, c = i % both;
-        if (c < n_chunks) return {kDown, c, (lag + range) * kMembers, kMembers};
-        return {kSum, c - n_chunks, range * kMembers, kMembers};
+        if (c < n_chunks) return {kDown, c, (lag + range) * kMembers, kMembers, 0};
+        return {kSum, c - n_chunks, range * kMembers, kMembers, 0};
     }
 };
 
