@@ -43,7 +43,7 @@ struct WideTile {
     uint8_t first, last;  // rows of the stream, within the launch
     uint8_t piece, size;
     uint16_t whole;  // the most steps of 16 keys below whole_keys of a row
-    uint16_t end;    // items up to here, those of the tile's run (run_together) included
+    uint16_t end;    // items up to here, this tile's included
 };
 
 struct WidePlan {
@@ -145,20 +145,6 @@ __device__ inline void add_tile(WidePlan& s, int* before, const WideJob& job, Wi
     }
 }
 
-// Tiles with as many groups each, one behind the other and no more than a warp's lanes, become a run, whose items go by group first,
-// then by tile: blocks that work at the same time then read the same keys, where the tiles are of one stream.
-__device__ inline void run_together(WidePlan& s) {
-    const int t = static_cast<int>(threadIdx.x), lane = t % kWarp;
-    if (t >= kWideEntries) return;
-    const int end = t < s.tiles ? s.tile[t].end : 0, items = end - (t < s.tiles && t > 0 ? s.tile[t - 1].end : 0);
-    const int next = __shfl_down_sync(0xffffffffu, items, 1);
-    const bool last = lane == kWarp - 1 || t + 1 >= s.tiles || next != items;
-    const uint32_t ends = __ballot_sync(0xffffffffu, last);
-    const int mine = __shfl_sync(0xffffffffu, end, lane + __ffs(static_cast<int>(ends >> lane)) - 1);
-    __syncwarp();
-    if (!last) s.tile[t].end = static_cast<uint16_t>(mine);
-}
-
 // All threads call it. What is done once takes its time from memory and from code that is not in a cache: so few ways to memory
 // and little code, above all for one stream.
 __device__ inline void plan_wide(WidePlan& s, WidePlanning& free, const WideJob& job) {
@@ -204,10 +190,6 @@ __device__ inline void plan_wide(WidePlan& s, WidePlanning& free, const WideJob&
     }
     add_tile(s, free.after, job, tile, there);
     __syncthreads();
-    if (s.tiles > 1) {
-        run_together(s);
-        __syncthreads();
-    }
 }
 
 // One item as a warp sees it.
@@ -228,11 +210,8 @@ __device__ inline WideItem wide_item(const WidePlan& s, const WideJob& job, int 
         }
     }
     WideItem w;
-    const unsigned begin = t > 0 ? s.tile[t - 1].end : 0, of_run = static_cast<unsigned>(item) - begin;
-    const unsigned groups = static_cast<unsigned>(wide_groups(s.tile[t].whole * kStep));
-    const unsigned tiles = (s.tile[t].end - begin) / groups;
-    w.group = static_cast<int>(of_run / tiles);
-    w.tile = s.tile[t + static_cast<int>(of_run % tiles)];
+    w.tile = s.tile[t];
+    w.group = item - (t > 0 ? s.tile[t - 1].end : 0);
     w.first = w.group * keys_of_size(w.tile.size);
     // From a lane, so that the compiler sees that a warp agrees.
     w.keys = __shfl_sync(0xffffffffu, min(w.tile.whole * kStep - w.first, keys_of_size(w.tile.size)), 0);
