@@ -31,9 +31,10 @@ void mlp(Rank& r, Mat gate_up, Mat down, Count n) {
 void experts(Rank& r, const Layer& w, Count n) {
     const Shape& s = r.model->shape;
     Activations& a = r.act;
-    ops::side_by_side([&] { ops::route(a.expert, a.weight, a.h, w.router, w.router_bias, n, s); },
-                      [&] { mlp(r, w.shared_gate_up, w.shared_down, n); });  // the shared experts, one wide MLP
-    ops::moe(a.y, a.h, a.expert, a.weight, w.routed, n, s);                  // adds
+    ops::side_by_side(
+        n, [&] { ops::route(a.expert, a.weight, a.h, w.router, w.router_bias, n, s); },
+        [&] { mlp(r, w.shared_gate_up, w.shared_down, n); });  // the shared experts, one wide MLP
+    ops::moe(a.y, a.h, a.expert, a.weight, w.routed, n, s);    // adds
 }
 
 }  // namespace

@@ -17,9 +17,9 @@
 
 namespace kd::ops {
 
-// No operation, but the order of some: run two parts of a step that do not need each other. A backend may work on both at once.
-// They share neither what they write nor a use of scratch memory.
-void side_by_side(const std::function<void()>& one, const std::function<void()>& other);
+// No operation, but the order of some: run two parts of a step of n_rows that do not need each other. A backend may work on both
+// at once. They share neither what they write nor a use of scratch memory.
+void side_by_side(Count n_rows, const std::function<void()>& one, const std::function<void()>& other);
 
 // ---- rows (rows.cpp, ref/rows.py) ------------------------------------------------------------------------------------
 

@@ -192,8 +192,8 @@ void mla_value(Rows o, Rows o_lat, Mat v_up, Count n_rows, const Shape& s) {
 }
 
 // One after the other while stages are watched: what overlaps has no time of its own.
-void side_by_side(const std::function<void()>& one, const std::function<void()>& other) {
-    if (!watching) return ops::side_by_side(one, other);
+void side_by_side(Count n_rows, const std::function<void()>& one, const std::function<void()>& other) {
+    if (!watching) return ops::side_by_side(n_rows, one, other);
     one();
     other();
 }

@@ -250,7 +250,7 @@ device::Context& bound() {
 
 }  // namespace kd::cpu
 
-void kd::ops::side_by_side(const std::function<void()>& one, const std::function<void()>& other) {
+void kd::ops::side_by_side(Count, const std::function<void()>& one, const std::function<void()>& other) {
     one();
     other();
 }

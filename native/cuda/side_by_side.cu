@@ -8,6 +8,10 @@ namespace {
 
 using namespace cuda;
 
+// A step of few rows is all latency, and two chains at once are shorter than one after the other. With more rows the two are in
+// each other's way: of 64 rows of a rank of Kimi K2 a layer took 11 us longer (SPEED.md).
+constexpr int kFewRows = 16;
+
 // What is given now comes after all that `before` was given; the kernel given next does not start early, since an early start
 // waits for one kernel alone.
 void follow(device::Context& c, cudaStream_t stream, cudaStream_t before, cudaEvent_t reached) {
@@ -18,7 +22,11 @@ void follow(device::Context& c, cudaStream_t stream, cudaStream_t before, cudaEv
 
 }  // namespace
 
-void side_by_side(const std::function<void()>& one, const std::function<void()>& other) {
+void side_by_side(Count n_rows, const std::function<void()>& one, const std::function<void()>& other) {
+    if (n_rows.most > kFewRows) {
+        one();
+        return other();
+    }
     device::Context& c = bound();
     follow(c, c.side, c.stream, c.forked);
     std::swap(c.stream, c.side);
