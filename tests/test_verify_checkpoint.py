@@ -1,28 +1,21 @@
-"""kdctl verify-checkpoint and convert compare with everything that is known of a folder, and say in one sentence what differs."""
+"""kdctl verify-checkpoint compares with everything that is known of a folder, and says in one sentence what differs."""
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
+import random
+import re
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
-from fake_model import SMALL3, write_model
+from checkpoints import INDEX, PACKED, TWO, edit, faults, flip, header_of, kdctl, write_originals
 
 from kd import Engine, KdError, checkpoint, hashing
-from kd.convert import LOCK, convert
+from kd.convert import convert
 from kdctl.__main__ import run
-
-INDEX = "model.safetensors.index.json"
-PACKED = [f"packed-rank-{rank}.safetensors" for rank in (0, 1)]
-TWO = "model-00002-of-00003.safetensors"
 
 
 @pytest.fixture(autouse=True)
@@ -32,20 +25,7 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def originals(library, tmp_path_factory) -> dict[str, Path]:
-    """A published folder that has a golden.json, and a packed one of it. Parts of the packed one are longer than a piece."""
-    place = tmp_path_factory.mktemp("originals")
-    kind = {**SMALL3, "shards": 3, "prefix": "language_model.", "vocab": 90_003, "hidden": 128}
-    published = write_model(place / "published", **kind)
-    prompt = [3, 50, 7]
-    with Engine(published, threads=1, library=library) as engine:
-        tokens = engine.generate(prompt, max_tokens=4, ignore_eos=True).tokens
-        info = engine.info
-    config = (published / "config.json").read_bytes()
-    golden = {"prompt_tokens": prompt, "tokens": tokens, "files": {"config.json": hashlib.sha256(config).hexdigest()}}
-    golden |= {"content_hash": f"{info.content_hash:016x}", "target_hash": f"{info.target_hash:016x}"}
-    (published / "golden.json").write_text(json.dumps(golden))
-    convert(published, place / "packed", tp=2)
-    return {"published": published, "packed": place / "packed"}
+    return write_originals(library, tmp_path_factory.mktemp("originals"))
 
 
 @pytest.fixture(params=["published", "packed"])
@@ -61,38 +41,6 @@ def published(originals, tmp_path) -> Path:
 @pytest.fixture
 def packed(originals, tmp_path) -> Path:
     return Path(shutil.copytree(originals["packed"], tmp_path / "packed"))
-
-
-def kdctl(capsys, *words) -> tuple[int, dict]:
-    code = run([*map(str, words), "-o", "json"])
-    out, err = capsys.readouterr()
-    return code, json.loads(out or err)
-
-
-def faults(capsys, folder: Path, *words) -> list[dict]:
-    code, found = kdctl(capsys, "verify-checkpoint", folder, *words)
-    assert code == bool(found["faults"])
-    return found["faults"]
-
-
-def flip(path: Path, at: int, bit: int = 1) -> None:
-    with open(path, "r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ bit]))
-
-
-def header_of(path: Path) -> tuple[dict, int]:
-    data = path.read_bytes()
-    n = int.from_bytes(data[:8], "little")
-    return json.loads(data[8 : 8 + n]), 8 + n
-
-
-def edit(path: Path, change) -> None:
-    value = json.loads(path.read_text())
-    change(value)
-    path.write_text(json.dumps(value))
 
 
 def test_whole_folders_are_whole(capsys, folder):
@@ -236,27 +184,76 @@ def test_hashes_are_written_only_of_what_agrees(capsys, folder):
 
 
 def test_written_hashes_name_file_tensor_and_byte(capsys, folder, monkeypatch):
+    """Of any byte: the tensor it is in, and at most PIECE_BYTES of that."""
     monkeypatch.setattr(hashing, "PIECE_BYTES", 1 << 16)
     (folder / "kd-hashes.json").unlink(missing_ok=True)  # its pieces are longer
     assert kdctl(capsys, "verify-checkpoint", folder, "--write")[1]["written"]
     name = TWO if (folder / TWO).exists() else PACKED[1]
     header, begin = header_of(folder / name)
-    at = begin + 200_000
-    flip(folder / name, at)
-    one = next(f for f in faults(capsys, folder) if "kd-hashes.json" in f["what"])
-    assert one["file"] == name and one["offset"] == at // (1 << 16) * (1 << 16)
-    offsets = header[one["tensor"]]["data_offsets"]
-    assert offsets[0] <= one["offset"] + (1 << 16) - begin and offsets[1] > one["offset"] - begin
+    offsets = {key: of["data_offsets"] for key, of in header.items() if key != "__metadata__"}
+    chance = random.Random(5)
+    filled = [key for key, (first, end) in offsets.items() if end > first]
+    for tensor in chance.sample(filled, min(12, len(filled))):
+        first, end = (begin + at for at in offsets[tensor])
+        at = chance.choice([first, end - 1, chance.randrange(first, end)])
+        flip(folder / name, at)
+        (one,) = (f for f in faults(capsys, folder) if "kd-hashes.json" in f["what"])
+        low, high = map(int, re.match(r"bytes (\d+) to (\d+) are not", one["what"]).groups())
+        assert (one["file"], one["tensor"], one["offset"]) == (name, tensor, low)
+        assert max(first, at - (1 << 16)) <= low <= at < high <= min(end, low + (1 << 16))
+        flip(folder / name, at)
+
+
+def test_the_header_is_a_piece_of_its_own(capsys, published):
+    checkpoint.verify(published, write=True)
+    data = (published / TWO).read_bytes()
+    at = data.index(b"language_model")
+    flip(published / TWO, at + 3)  # another name
+    found = [f for f in faults(capsys, published) if "kd-hashes.json" in f["what"]]
+    assert [(f["tensor"], f["offset"]) for f in found] == [("", 0)]
+    assert found[0]["what"].startswith(f"bytes 0 to {header_of(published / TWO)[1]} (its header) are not those")
 
 
 def test_neighbouring_pieces_are_one_fault(capsys, published, monkeypatch):
-    monkeypatch.setattr(hashing, "PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(hashing, "PIECE_BYTES", 1 << 12)
     checkpoint.verify(published, write=True)
-    for piece in (3, 4, 5, 9):
-        flip(published / TWO, (piece << 16) + 5, bit=0x80)
+    header, begin = header_of(published / TWO)
+    rows = sorted((begin + of["data_offsets"][0], begin + of["data_offsets"][1], name) for name, of in header.items())
+    low = next(i for i, (first, end, _) in enumerate(rows) if end - first > 4 << 12)
+    long, (_, after, name) = rows[low], rows[low + 1]
+    for piece in (0, 2, 3):
+        flip(published / TWO, long[0] + (piece << 12) + 1, bit=2)
+    at = after - 1
+    for place in range(long[0] + (4 << 12), at, 1 << 10):  # the rest of it, and the next tensor
+        flip(published / TWO, place)
+    flip(published / TWO, at)
     found = [f for f in faults(capsys, published) if "kd-hashes.json" in f["what"]]
-    assert [f["offset"] for f in found] == [3 << 16, 9 << 16]
-    assert f"bytes {3 << 16} to {6 << 16}" in found[0]["what"]
+    assert [(f["tensor"], f["offset"]) for f in found] == [(long[2], long[0]), (long[2], long[0] + (2 << 12))]
+    assert found[0]["what"].startswith(f"bytes {long[0]} to {long[0] + (1 << 12)} are not")
+    assert f"bytes {found[1]['offset']} to {at + 1} (2 tensors, the last is {name}) are not" in found[1]["what"]
+
+
+@pytest.mark.parametrize("what", ["size", "tensors", "version"])
+def test_hashes_of_another_file(capsys, published, what):
+    checkpoint.verify(published, write=True)
+
+    def change(hashes):
+        pieces = hashes["files"][TWO]["pieces"]
+        if what == "version":
+            hashes["version"] = 1
+        elif what == "size":
+            pieces[-1][0] += 1
+        else:
+            pieces[-2][0] -= 1
+
+    edit(published / "kd-hashes.json", change)
+    (one,) = faults(capsys, published)
+    expected = {
+        "size": (TWO, f"has {(published / TWO).stat().st_size} bytes, kd-hashes.json was made of another file"),
+        "tensors": (TWO, "holds other tensors, kd-hashes.json was made of another file"),
+        "version": ("kd-hashes.json", "cannot be used (its version is 1, and not 2)"),
+    }[what]
+    assert one["file"] == expected[0] and one["what"].startswith(expected[1])
 
 
 def test_what_cannot_be_written_is_said_before_reading(capsys, published, monkeypatch):
@@ -284,7 +281,7 @@ def test_writing_needs_the_hashes(capsys, published):
 
 def test_hashes_of_files_elsewhere_are_refused(capsys, published):
     (published / "kd-hashes.json").write_text(
-        json.dumps({"piece_bytes": 64 << 20, "files": {"../x": {"bytes": 1, "pieces": ["0"]}}})
+        json.dumps({"version": hashing.VERSION, "files": {"../x": {"pieces": [[1, "0"]]}}})
     )
     (one,) = faults(capsys, published)
     assert one["file"] == "kd-hashes.json" and "not in the folder" in one["what"]
@@ -348,112 +345,6 @@ def test_a_fifo_is_no_file_to_wait_for(capsys, published):
     assert any(f["file"] == "generation_config.json" for f in faults(capsys, published))
 
 
-# ---- convert -------------------------------------------------------------------------------------------------------------
-
-
-def test_convert_refuses_what_golden_json_does_not_know(capsys, published, tmp_path):
-    out = tmp_path / "deep" / "out"
-    flip(published / TWO, (published / TWO).stat().st_size - 2)
-    code, error = kdctl(capsys, "convert", published, out)
-    assert (code, error["name"]) == (1, "KD_E_MODEL") and "target_hash" in error["message"]
-    flip(published / TWO, (published / TWO).stat().st_size - 2)
-    edit(published / "golden.json", lambda g: g["files"].update({"config.json": "0" * 64}))
-    code, error = kdctl(capsys, "convert", published, out)
-    assert (code, error["name"]) == (1, "KD_E_MODEL") and "is not the file golden.json" in error["message"]
-    assert list(out.parent.iterdir()) == []
-
-
-def test_converted_with_another_drafter_it_is_whole_and_loads(capsys, published, originals, tmp_path):
-    draft = Path(shutil.copytree(published / "draft", tmp_path / "draft"))
-    flip(draft / "model.safetensors", (draft / "model.safetensors").stat().st_size - 2)
-    out = tmp_path / "out"
-    assert kdctl(capsys, "convert", published, out, "--draft", draft)[0] == 0
-    assert faults(capsys, out) == []
-    golden = json.loads((out / "golden.json").read_text())
-    assert "content_hash" not in golden and "target_hash" in golden
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-import kd.convert
-source, out, moment = sys.argv[1:]
-def die(*_, **__):
-    os.kill(os.getpid(), int(getattr(signal, os.environ["SIGNAL"])))
-loaded = []
-def progress(now):
-    if moment == "read" or (moment == "write" and loaded):
-        die()
-    if now["phase"] == "done":
-        loaded.append(now)
-if moment == "start":
-    kd.convert.Engine = die
-if moment in ("files", "rename"):
-    kd.convert.write_hashes = die
-if moment == "rename":
-    kd.convert.write_hashes, os.rename = lambda *_: None, die
-print("begins", flush=True)
-kd.convert.convert(source, out, progress=progress)
-"""
-MOMENTS = ["start", "read", "write", "files", "rename"]
-
-
-def killed(source: Path, out: Path, moment: str, by: str) -> int:
-    code = [sys.executable, "-c", KILLED, str(source), str(out), moment]
-    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'runtime'}:{ROOT}", "SIGNAL": by}
-    return subprocess.run(code, env=env, capture_output=True, timeout=100).returncode
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_what_a_killed_conversion_leaves_the_next_one_removes(published, tmp_path, moment):
-    out = tmp_path / "made" / "out"
-    assert killed(published, out, moment, "SIGKILL") == -signal.SIGKILL
-    (left,) = out.parent.iterdir()
-    assert left.name == ".out.kd-partial" and (left / LOCK).exists()
-    if moment != "start" and moment != "read":
-        assert any(left.glob("packed-rank-*"))
-    convert(published, out)
-    assert [p.name for p in out.parent.iterdir()] == ["out"]
-    assert checkpoint.verify(out)["faults"] == [] and not (out / LOCK).exists()
-
-
-@pytest.mark.parametrize("moment", ["start", "write", "rename"])
-def test_ctrl_c_leaves_nothing(published, tmp_path, moment):
-    out = tmp_path / "made" / "out"
-    assert killed(published, out, moment, "SIGINT") != 0
-    assert list(out.parent.iterdir()) == []
-
-
-def test_a_conversion_that_runs_is_left_alone(capsys, published, tmp_path):
-    """Another one to the same place is refused at once, and does not touch it."""
-    out = tmp_path / "made" / "out"
-    tried = []
-
-    def progress(now):
-        if not tried:
-            tried.append(kdctl(capsys, "convert", published, out))
-            assert (out.parent / ".out.kd-partial" / LOCK).exists()
-
-    convert(published, out, progress=progress)
-    ((code, error),) = tried
-    assert (code, error["name"]) == (6, "KD_E_BUSY") and "another conversion" in error["message"]
-    assert checkpoint.verify(out)["faults"] == []
-
-
-def test_a_place_where_no_folder_can_be(capsys, published):
-    code, error = kdctl(capsys, "convert", published, "/proc/out")
-    assert (code, error["name"]) == (1, "KD_E_IO") and "/proc/out: cannot be made" in error["message"]
-
-
-def test_what_is_not_ours_is_not_removed(capsys, published, tmp_path):
-    out = tmp_path / "made" / "out"
-    out.parent.mkdir()
-    (out.parent / ".out.kd-partial").symlink_to(tmp_path)
-    code, error = kdctl(capsys, "convert", published, out)
-    assert code == 1 and ".out.kd-partial is in the way" in error["message"]
-    assert published.exists()
-
-
 def test_what_is_no_fault_of_writing_is_not_told_as_one(capsys, published):
     shutil.rmtree(published / "draft", ignore_errors=True)
     (published / "draft").write_text("hi")
@@ -474,13 +365,6 @@ def test_hashes_that_cannot_be_written(capsys, published, monkeypatch):
         code, error = kdctl(capsys, "verify-checkpoint", published, "--write")
     assert code == 9 and error["message"].startswith(f"{published / 'draft'}: kd-hashes.json cannot be written")
     assert not (published / "kd-hashes.json").exists()  # not half of it
-
-
-@pytest.mark.parametrize(("out", "code"), [("", 2), (".", 6), ("/", 6)])
-def test_convert_to_what_is_there(capsys, published, monkeypatch, out, code):
-    monkeypatch.chdir(published)
-    assert run(["convert", str(published), out]) == code
-    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_inspect_of_a_packed_folder_fits_its_own_ranks_alone(capsys, published, tmp_path):

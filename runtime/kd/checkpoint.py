@@ -105,15 +105,18 @@ class _Cache:
         parts = xxhash.xxh64_intdigest(b"".join(b"%d %d %s\n" % (p.begin, p.end, p.before) for p in segments))
         return f"{s.st_dev}:{s.st_ino}:{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}:{parts:016x}"
 
-    def get(self, path: str, segments: list[Segment]) -> Digest | None:
+    def get(self, job: _Job) -> Digest | None:
         try:
-            sha256, pieces, sums = self._known[self._key(path, segments)]
-            return Digest(str(sha256), "", list(pieces), [int(n) for n in sums], {})
+            sha256, pieces, sums = self._known[self._key(job.real, job.segments)]
+            found = Digest(
+                str(sha256), "", [(int(end), str(piece)) for end, piece in pieces], [int(n) for n in sums], {}
+            )
         except (KeyError, ValueError, TypeError):
             return None
+        return found if [end for end, _ in found.pieces] == hashing.cut(job.bytes, job.header) else None
 
-    def put(self, path: str, segments: list[Segment], found: Digest, sums: list[int]) -> None:
-        self._known[self._key(path, segments)] = [found.sha256, found.pieces, sums]
+    def put(self, job: _Job, found: Digest) -> None:
+        self._known[self._key(job.real, job.segments)] = [found.sha256, found.pieces, [job.sum]]
 
     def save(self) -> None:
         try:
@@ -134,13 +137,17 @@ class _Job:
     header: Header | None = None
     segments: list[Segment] = field(default_factory=list)
     packed: Packed | None = None
-    expected: list[str] | None = None
+    expected: list[tuple[int, str]] | None = None
     found: Digest | None = None
     sum: int = 0
 
     @property
     def bytes(self) -> int:
         return os.path.getsize(self.real)
+
+    @property
+    def data_begin(self) -> int:
+        return self.header.begin if self.header else 0
 
 
 @dataclass
@@ -233,19 +240,22 @@ class _Place:
         if first:
             faults += [Fault(*found) for found in first.other_configs(self.folder, follow_links)]
 
-    def _expected(self, follow_links: bool, faults: list[Fault]) -> dict[str, list[str]]:
+    def _expected(self, follow_links: bool, faults: list[Fault]) -> dict[str, list[tuple[int, str]]]:
         """What kd-hashes.json says of each file that is there."""
         if not present(self.folder / HASHES):
             return {}
         try:
             value = json.loads(read_bounded(self.folder / HASHES, MAX_INDEX_BYTES, follow_links))
-            if value["piece_bytes"] != hashing.PIECE_BYTES:
-                raise ValueError(f"piece_bytes is {value['piece_bytes']}")
-            files = {name: [str(piece) for piece in of["pieces"]] for name, of in value["files"].items()}
+            if value["version"] != hashing.VERSION:
+                raise ValueError(f"its version is {value['version']}, and not {hashing.VERSION}")
+            files = {
+                name: [(int(end), str(piece)) for end, piece in of["pieces"]] for name, of in value["files"].items()
+            }
             if any(os.path.isabs(name) or ".." in Path(name).parts for name in files):
                 raise ValueError("it names files that are not in the folder")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            faults.append(Fault(self.prefix + HASHES, "", -1, f"cannot be used ({why(error)}): mend it or remove it"))
+            what = f"cannot be used ({why(error)}): remove it, and write it again with --write"
+            faults.append(Fault(self.prefix + HASHES, "", -1, what))
             return {}
         for name in [name for name in files if not present(self.folder / name)]:
             del files[name]
@@ -260,10 +270,7 @@ class _Place:
     def write(self) -> Path:
         """kd-hashes.json of what was read. Raises NotWritten."""
         jobs = [job for job in (*self.weights, *self.sides) if job.found]
-        files = {
-            job.name.removeprefix(self.prefix): {"bytes": job.bytes, "pieces": job.found.pieces if job.found else []}
-            for job in jobs
-        }
+        files = {job.name.removeprefix(self.prefix): {"pieces": job.found.pieces if job.found else []} for job in jobs}
         return hashing.write_hashes(self.folder, files)
 
 
@@ -358,7 +365,7 @@ def _read(places: list[_Place], known: _Cache, report: dict[str, Any], faults: l
             progress(min(done, report["bytes"]), report["bytes"])
 
     def weights(job: _Job) -> list[Fault]:
-        job.found = known.get(job.real, job.segments)
+        job.found = known.get(job)
         if job.found:
             report["cached"] += 1
             job.sum = job.found.segments[0] if job.found.segments else 0
@@ -370,9 +377,9 @@ def _read(places: list[_Place], known: _Cache, report: dict[str, Any], faults: l
             job.sum = sum(job.found.segments) & (1 << 64) - 1
             bad = list(_wild(job))
             if job.packed:
-                bad += _runs(job, [job.packed.hashes, job.found.segments], job.segments, "that were written")
+                bad += _runs(job, job.segments, job.packed.hashes, job.found.segments, "that were written")
             if not bad:
-                known.put(job.real, job.segments, job.found, [job.sum])
+                known.put(job, job.found)
         report["compared"] += bool(job.packed)
         return bad + list(_compare(job, report))
 
@@ -399,17 +406,20 @@ def _wild(job: _Job) -> Iterator[Fault]:
         yield Fault(job.name, name, wild[name], f"holds a NaN or infinity{more}")
 
 
-def _runs(job: _Job, hashes: list[list], segments: list[Segment], than: str) -> Iterator[Fault]:
-    """One fault for each run of segments whose hashes differ."""
-    begin = end = -1
-    for segment, known, found in zip([*segments, Segment(-1, -1)], [*hashes[0], 0], [*hashes[1], 0], strict=False):
-        if known != found and segment.begin == end:
-            end = segment.end
+def _runs(job: _Job, segments: list[Segment], known: list, found: list, than: str) -> Iterator[Fault]:
+    """One fault for each run of neighbours that differ; a header is none."""
+    runs: list[Segment] = []
+    for segment, *hashes in zip(segments, known, found, strict=False):
+        if hashes[0] == hashes[1]:
             continue
-        if begin >= 0:
-            tensor = job.header.at(begin, end) if job.header else ""
-            yield Fault(job.name, tensor, begin, f"bytes {begin} to {end} are not those {than}")
-        begin, end = (segment.begin, segment.end) if known != found else (-1, -1)
+        begin = runs.pop().begin if runs and runs[-1].end == segment.begin != job.data_begin else segment.begin
+        runs.append(Segment(begin, segment.end))
+    for run in runs:
+        names = job.header.between(run.begin, run.end) if job.header else []
+        what = f" ({len(names)} tensors, the last is {names[-1]})" if len(names) > 1 else ""
+        what = " (its header)" if run.end == job.data_begin else what
+        what = f"bytes {run.begin} to {run.end}{what} are not those {than}"
+        yield Fault(job.name, names[0] if names else "", run.begin, what)
 
 
 def _compare(job: _Job, report: dict[str, Any]) -> Iterator[Fault]:
@@ -424,10 +434,13 @@ def _compare(job: _Job, report: dict[str, Any]) -> Iterator[Fault]:
     if job.expected is None:
         return
     report["compared"] += 1
-    if len(job.expected) != len(found.pieces):
-        yield Fault(job.name, "", -1, f"has {job.bytes} bytes, {HASHES} was made of another size: fetch it again")
-    pieces = [Segment(at, min(at + hashing.PIECE_BYTES, job.bytes)) for at in range(0, job.bytes, hashing.PIECE_BYTES)]
-    yield from _runs(job, [job.expected, found.pieces], pieces, f"{HASHES} was made of")
+    ends, expected = [end for end, _ in found.pieces], [end for end, _ in job.expected]
+    if ends != expected:
+        what = f"has {job.bytes} bytes" if ends[-1:] != expected[-1:] else "holds other tensors"
+        yield Fault(job.name, "", -1, f"{what}, {HASHES} was made of another file: fetch it again")
+        return
+    pieces = [Segment(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+    yield from _runs(job, pieces, job.expected, found.pieces, f"{HASHES} was made of")
 
 
 def _is_blob(real: str, size: int) -> bool:

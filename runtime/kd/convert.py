@@ -143,5 +143,5 @@ def _copy_side_files(source: Path, out: Path, draft: str | Path | None, follow_l
             data = json.dumps({k: v for k, v in json.loads(data).items() if k != "content_hash"}).encode()
         (out / name).write_bytes(data)
         if name not in FOR_PEOPLE:
-            copied[name] = {"bytes": len(data), "pieces": digest(str(out / name), None, [], lambda n: None).pieces}
+            copied[name] = {"pieces": digest(str(out / name), None, [], lambda n: None).pieces}
     write_hashes(out, copied)

@@ -16,7 +16,8 @@ import xxhash
 from kd.headers import ELEMENT_BYTES, Header
 
 HASHES = "kd-hashes.json"
-PIECE_BYTES = 64 << 20  # of one hash, so that a fault has a place
+VERSION = 2  # its pieces end where tensors do; those of 1 did not
+PIECE_BYTES = 4 << 20  # of one hash at most, so that a fault has a place; none reaches from one tensor into the next
 CHUNK_BYTES = 4 << 20
 
 
@@ -31,12 +32,12 @@ class Segment:
 
 @dataclass
 class Digest:
-    """pieces: BLAKE2b of each PIECE_BYTES. segments: XXH64 of each, as native/model/hash.h has it. wild: tensor -> where its
-    first NaN or infinity is."""
+    """pieces: (end, BLAKE2b) of each, as `cut` has them. segments: XXH64 of each, as native/model/hash.h has it. wild: tensor ->
+    where its first NaN or infinity is."""
 
     sha256: str
     sha1: str  # as git has it
-    pieces: list[str]
+    pieces: list[tuple[int, str]]
     segments: list[int]
     wild: dict[str, int]
 
@@ -112,30 +113,49 @@ class _Segments:
         return self.values
 
 
+def cut(size: int, header: Header | None) -> list[int]:
+    """Where the pieces of a file end: its header, its tensors, and within these every PIECE_BYTES."""
+    ends, begin = [], 0
+    for end in (*([header.begin, *(t.end for t in header.tensors.values())] if header else ()), size):
+        ends += [*range(begin + PIECE_BYTES, end, PIECE_BYTES), *([end] if end > begin else [])]
+        begin = end
+    return ends
+
+
+class _Pieces:
+    """Hashes what comes in chunks by pieces."""
+
+    def __init__(self, ends: list[int]):
+        self._left = iter(ends)
+        self._end = next(self._left, -1)
+        self._hash = hashlib.blake2b(digest_size=16)
+        self.found: list[tuple[int, str]] = []
+
+    def add(self, at: int, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest and self._end >= 0:  # what a file has grown by meanwhile is in no piece
+            now, rest = rest[: self._end - at], rest[self._end - at :]
+            self._hash.update(now)
+            at += len(now)
+            if at == self._end:
+                self.found.append((self._end, self._hash.hexdigest()))
+                self._end, self._hash = next(self._left, -1), hashlib.blake2b(digest_size=16)
+
+
 def digest(path: str, header: Header | None, segments: list[Segment], tick: Callable[[int], None]) -> Digest:
     """tick: called with the bytes of each chunk. Raises OSError."""
-    whole, pieces = hashlib.sha256(), []
-    git = hashlib.sha1(b"blob %d\0" % os.path.getsize(path), usedforsecurity=False) if header is None else None
-    piece, parts, wild = hashlib.blake2b(digest_size=16), _Segments(segments), _Wild(header)
-    in_piece = 0
+    size, whole = os.path.getsize(path), hashlib.sha256()
+    git = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False) if header is None else None
+    pieces, parts, wild = _Pieces(cut(size, header)), _Segments(segments), _Wild(header)
     for at, data in _chunks(path):
         whole.update(data)
         if git:
             git.update(data)
+        pieces.add(at, data)
         parts.add(at, data)
         wild.add(at, data)
-        rest = memoryview(data)
-        while rest:
-            now, rest = rest[: PIECE_BYTES - in_piece], rest[PIECE_BYTES - in_piece :]
-            piece.update(now)
-            in_piece += len(now)
-            if in_piece == PIECE_BYTES:
-                pieces.append(piece.hexdigest())
-                piece, in_piece = hashlib.blake2b(digest_size=16), 0
         tick(len(data))
-    if in_piece:
-        pieces.append(piece.hexdigest())
-    return Digest(whole.hexdigest(), git.hexdigest() if git else "", pieces, parts.end(), wild.found)
+    return Digest(whole.hexdigest(), git.hexdigest() if git else "", pieces.found, parts.end(), wild.found)
 
 
 class NotWritten(Exception):
@@ -149,10 +169,10 @@ class NotWritten(Exception):
 
 
 def write_hashes(folder: Path, files: dict[str, Any]) -> Path:
-    """kd-hashes.json: {file: {"bytes", "pieces"}}. Raises NotWritten."""
+    """kd-hashes.json: {file: {"pieces": [[end, hash], ...]}}. Raises NotWritten."""
     part = folder / f".{HASHES}.{os.getpid()}"
     try:
-        part.write_text(json.dumps({"piece_bytes": PIECE_BYTES, "files": files}, indent=1))
+        part.write_text(json.dumps({"version": VERSION, "files": files}))
         os.replace(part, folder / HASHES)
     except OSError as error:
         part.unlink(missing_ok=True)

@@ -59,9 +59,9 @@ class Header:
     metadata: dict[str, str]
     begin: int
 
-    def at(self, begin: int, end: int) -> str:
-        """The first tensor with a byte in begin .. end - 1."""
-        return next((name for name, t in self.tensors.items() if t.begin < end and t.end > begin), "")
+    def between(self, begin: int, end: int) -> list[str]:
+        """The tensors with a byte in begin .. end - 1."""
+        return [name for name, t in self.tensors.items() if t.begin < end and t.end > begin]
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
