@@ -129,7 +129,8 @@ def test_at_any_moment(daemon, folders, known):
                     told, want = refusal(client.unload), "ready"
                     assert told in ("BUSY", "")  # it may come before the load, or after
                 elif operation == "builder":
-                    client.use_builder("chain", 1 + moment)
+                    budget = 1 + moment % 64  # engine.max_nodes
+                    client.use_builder("chain", budget)
                     told, want = "", "ready"
                 else:
                     told, want = refusal(client.load, before, replace=True), "ready"
@@ -145,7 +146,7 @@ def test_at_any_moment(daemon, folders, known):
                 if operation == "unload" and client.status()["state"] == "empty":
                     client.load(other)
                 elif operation == "builder":
-                    until(lambda want=1 + moment: in_force(client) == ("chain", want))  # counted at the end of a turn
+                    until(lambda want=budget: in_force(client) == ("chain", want))  # counted at the end of a turn
                 after = serving(client, known)
                 if operation == "cancel":
                     assert after == (before if got == "CANCELLED" else other)
