@@ -7,14 +7,19 @@ import os
 import shutil
 import signal
 import threading
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from daemons import Raw, starter, until
 from fake_model import SMALL3, write_model
 from load_moments import Asking, answers, write_golden, write_pair
 
+from kd import KdError, server, verbs
 from kd.client import KdClientError
+from kd.wire import ProtocolError
 
 start = pytest.fixture(starter)
 PROMPT = [5, 17, 3, 90]
@@ -228,3 +233,35 @@ def test_a_builder_is_measured_alone_or_not_at_all(start, pair, library):
         client.load(str(pair[0]), replace=True)
         choice, now = told(client)
         assert len(choice["measured"]) == 7 and now == (choice["builder"], choice["budget"])
+
+
+def test_a_text_that_comes_while_a_model_is_unloaded():
+    """Not a folder without a tokenizer: no model."""
+    side = SimpleNamespace(tokenizer=None, chat=None)
+    daemon = SimpleNamespace(model_path="/m", log=Mock(), loader=Mock(no_load=nullcontext), state=Mock())
+
+    def unload():
+        with pytest.raises(ProtocolError, match="no model is loaded") as refused:
+            verbs.text_side_of(daemon, False)
+        assert refused.value.name == "NOT_READY"
+        if daemon.engine.fails:
+            raise KdError(-1, "KD_E_BUSY", "no")
+        return 5
+
+    daemon.engine = SimpleNamespace(text_side=lambda: side, unload=unload, fails=True)
+    with pytest.raises(KdError):
+        server.Daemon.unload(daemon)
+    assert daemon.model_path == "/m"
+    daemon.engine.fails = False
+    assert server.Daemon.unload(daemon) == 5 and daemon.model_path is None
+
+    def between():
+        daemon.model_path = None
+        return side
+
+    daemon.model_path, daemon.engine.text_side = "/m", between
+    with pytest.raises(ProtocolError, match="no model is loaded"):
+        verbs.text_side_of(daemon, True)
+    daemon.model_path, daemon.engine.text_side = "/m", lambda: side
+    with pytest.raises(ProtocolError, match="has no chat template"):
+        verbs.text_side_of(daemon, True)

@@ -145,7 +145,8 @@ class Engine(Loads):
     def text_side(self) -> TextSide:
         """Tokenizer and chat template together, of the model that new requests run on, with an id for `text_id`: a model may
         be replaced between encoding and `submit()`."""
-        return self._sides.get(self._text_id(), TextSide())
+        with self._lock:  # no load begins between the id and what it stands for
+            return self._sides.get(self._text_id(), TextSide())
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 

@@ -342,8 +342,13 @@ class Daemon:
         with self.loader.no_load():
             if self.model_path is None:
                 raise ProtocolError("STATE", "no model is loaded")
-            freed = self.engine.unload()
-            path, self.model_path, self.loader.choice = self.model_path, None, None
+            path, self.model_path = self.model_path, None  # first: who asks meanwhile finds no model, not half of one
+            try:
+                freed = self.engine.unload()
+            except BaseException:
+                self.model_path = path
+                raise
+            self.loader.choice = None
             self.state.enter("empty")
         self.log.info("model unloaded", model=path, freed_bytes=freed)
         return freed

@@ -141,11 +141,14 @@ def status(daemon: Daemon) -> Reply:
 
 def text_side_of(daemon: Daemon, chat: bool) -> Any:
     """kd.text_side.TextSide of the model, with a tokenizer or, for a chat, a template in it. Raises ProtocolError."""
+    nothing = ProtocolError("NOT_READY", "no model is loaded", retry_ms=1000)
     engine = daemon.engine
     if engine is None or daemon.model_path is None:
-        raise ProtocolError("NOT_READY", "no model is loaded", retry_ms=1000)
+        raise nothing
     side = engine.text_side()
     if (side.chat if chat else side.tokenizer) is None:
+        if daemon.model_path is None:  # unloaded in between
+            raise nothing
         what = "chat template" if chat else "tiktoken.model"
         raise ProtocolError("NO_TOKENIZER", f"the model folder has no {what}: send token ids")
     return side
