@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from kdctl import entry
+
+if __name__ == "__main__":  # `python -m kdctl`: before what takes time
+    entry.end_quietly()
+
 import importlib
 import os
 import signal
@@ -191,11 +196,19 @@ def main() -> Any:
     def terminated(number: int, frame: Any) -> None:
         raise SystemExit(TERMINATED)
 
+    entry.end_quietly()
     signal.signal(signal.SIGTERM, terminated)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `kdctl ... | head` ends like any other tool
     if any(name.startswith("_KDCTL_COMPLETE") for name in os.environ):
         cli.main(prog_name="kdctl")
-    code = run()
+    for name in ("kd.client", "kd.config"):
+        importlib.import_module(name)
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # what a command has begun it can end in order
+        code = run()
+    except KeyboardInterrupt:  # before or after that
+        code = INTERRUPTED
+    entry.end_quietly()
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

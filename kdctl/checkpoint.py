@@ -287,6 +287,7 @@ def convert(settings: Settings, path: str, out: str, draft: str, follow_links: b
 
     It is for one device and one number of ranks, and takes the memory that serving takes. Needs no daemon."""
     from kd.convert import convert as pack
+    from kd.convert import unfinished
     from kd.native import KdError
     from kdctl.model import ProgressLine
 
@@ -302,6 +303,15 @@ def convert(settings: Settings, path: str, out: str, draft: str, follow_links: b
         written = pack(path, out, device=device, tp=int(tp), draft=draft, follow_links=follow_links, progress=progress)
     except KdError as error:
         raise _failed(error) from None
+    except (KeyboardInterrupt, SystemExit):
+        line.end()
+        left = unfinished(out)
+        settings.note(
+            f"kdctl: {left} is left of it: the next conversion to {out} removes it"
+            if left.exists()
+            else f"kdctl: {out} was not made"
+        )
+        raise
     finally:
         line.end()
     data = {"path": path, "out": out, "device": device, "tp": int(tp), "bytes": written}

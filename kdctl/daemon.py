@@ -187,7 +187,14 @@ def _start(
     _remember(paths.started, child.pid, model, config_file, options, cwd)
     data = {"pid": child.pid, "log": str(paths.log), "state": "starting", "model": None}
     if wait != "none":
-        answer = wait_until(settings, child, paths.log, wait, timeout_s)
+        try:
+            answer = wait_until(settings, child, paths.log, wait, timeout_s)
+        except (KeyboardInterrupt, SystemExit):
+            settings.note(
+                f"kdctl: the daemon (pid {child.pid}) goes on without being waited for: `{settings.command('status')}` shows how "
+                f"far it is, `{settings.command('stop')}` ends it"
+            )
+            raise
         data.update(state=answer["state"], model=answer["model"] and answer["model"]["path"])
     return data
 
@@ -247,6 +254,15 @@ def _stop(settings: Settings, now: bool, drain_s: float | None) -> dict[str, Any
     client.stop(now=now, deadline_ms=int((drain_s or 0) * 1000))
     settings.close()
     limit = time.monotonic() + (0 if now else drain_s or 30) + 15
+    try:
+        _wait_for_end(settings, pid, socket, limit)
+    except (KeyboardInterrupt, SystemExit):
+        settings.note(f"kdctl: the daemon (pid {pid}) goes on stopping without being waited for")
+        raise
+    return {"pid": pid}
+
+
+def _wait_for_end(settings: Settings, pid: int, socket: str, limit: float) -> None:
     while _alive(pid, socket):
         if time.monotonic() > limit:
             raise Failure(
@@ -257,7 +273,6 @@ def _stop(settings: Settings, now: bool, drain_s: float | None) -> dict[str, Any
                 pid=pid,
             )
         time.sleep(POLL_S)
-    return {"pid": pid}
 
 
 def _alive(pid: int, endpoint: str) -> bool:

@@ -48,23 +48,29 @@ def _cancelled(settings: Settings, ident: bytes) -> None:
     """After an interrupt: end the load that was asked for, and say what serves now."""
     from kd.client import KdClientError
 
+    def may_go_on(why: str) -> None:
+        settings.note(
+            f"kdctl: the load may go on, {why}: see `{settings.command('status')}` and `{settings.command('load --cancel')}`"
+        )
+
     client = settings.client()
     try:
-        client.load_cancel(ident)
-        _ended(client)
-        outcome = "the load is cancelled"
-    except KdClientError as error:
-        if error.name != "STATE":
-            settings.note(
-                f"kdctl: the load may go on, since it could not be cancelled ({error.message}): "
-                f"see `{settings.command('status')}` and `{settings.command('load --cancel')}`"
-            )
-            return
-        outcome = "it was too late to cancel the load"
-    try:
-        model = client.status()["model"]
-    except KdClientError:
-        model = None
+        try:
+            client.load_cancel(ident)
+            _ended(client)
+            outcome = "the load is cancelled"
+        except KdClientError as error:
+            if error.name != "STATE":
+                may_go_on(f"since it could not be cancelled ({error.message})")
+                return
+            outcome = "it was too late to cancel the load"
+        try:
+            model = client.status()["model"]
+        except KdClientError:
+            model = None
+    except (KeyboardInterrupt, SystemExit):
+        may_go_on("since its end was not waited for")
+        raise
     settings.note(f"kdctl: {outcome}; " + (f"{model['path']} serves" if model else "no model is loaded"))
 
 

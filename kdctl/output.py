@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kdctl.entry import INTERRUPTED as INTERRUPTED
+
 if TYPE_CHECKING:
     from kd.client import Client
 
 OK, FAILED, USAGE, NOT_RUNNING, NOT_READY, NOT_FOUND, REFUSED, TIMEOUT, VERSION, PERMISSION, PARTIAL = range(11)
-INTERRUPTED, TERMINATED = 130, 143
+TERMINATED = 143
 BUDGET_HELP = "Nodes of a tree, at most the daemon's engine.max_nodes (built in: 64); 0: the builder's default"
 EX_CONFIG = 78  # what the daemon itself would exit with
 

@@ -142,3 +142,22 @@ def test_convert_to_what_is_there(capsys, published, monkeypatch, out, code):
     monkeypatch.chdir(published)
     assert run(["convert", str(published), out]) == code
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_an_interrupt_says_what_is_left(capsys, published, tmp_path, monkeypatch, again):
+    """The first one waits for the removal of what there was; the second one does not."""
+    out = tmp_path / "made" / "out"
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kd.convert.Engine", interrupted)
+    if again:
+        monkeypatch.setattr(shutil, "rmtree", interrupted)
+    assert run(["convert", str(published), str(out)]) == 130
+    left = f"{out.with_name('.out.kd-partial')} is left of it: the next conversion to {out} removes it"
+    assert capsys.readouterr().err.splitlines()[-1] == (f"kdctl: {left}" if again else f"kdctl: {out} was not made")
+    monkeypatch.undo()
+    convert(published, out)
+    assert [p.name for p in out.parent.iterdir()] == ["out"]

@@ -76,6 +76,12 @@ def convert(
     return sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
 
 
+def unfinished(out: str | Path) -> Path:
+    """Where `out` grows until it is complete."""
+    place = Path(os.path.abspath(out))
+    return place.with_name(f".{place.name}.kd-partial")
+
+
 @contextmanager
 def _room_for(out: Path) -> Iterator[Path]:
     """A folder beside `out` to be filled and renamed to it, which goes away if that does not happen. What a conversion to `out`
@@ -83,7 +89,7 @@ def _room_for(out: Path) -> Iterator[Path]:
     while True:
         if present(out):
             raise failure("KD_E_EXISTS", f"{out} is there: give the name of a folder to be made")
-        partial = out.with_name(f".{out.name}.kd-partial")
+        partial = unfinished(out)
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             if not present(partial):
@@ -117,9 +123,11 @@ def _room_for(out: Path) -> Iterator[Path]:
                 shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
         yield partial
     finally:
-        if _is_at(lock, partial / LOCK):
-            shutil.rmtree(partial, ignore_errors=True)
-        os.close(lock)
+        try:
+            if _is_at(lock, partial / LOCK):
+                shutil.rmtree(partial, ignore_errors=True)
+        finally:  # a second interrupt
+            os.close(lock)
 
 
 def _is_at(fd: int, path: Path) -> bool:
