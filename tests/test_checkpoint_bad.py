@@ -185,8 +185,8 @@ def test_good_header_is_read(probe):
 BAD_INDEXES = {
     b"{}": "no weight_map",
     b'{"weight_map": {}}': "no weight_map in it, or an empty one",
-    b'{"weight_map": []}': "an array stands where an object should",
-    b'{"weight_map": {"a": 1}}': "a number stands where a string should",
+    b'{"weight_map": []}': "an array stands where an object should at byte 15, in weight_map;",
+    b'{"weight_map": {"a": 1}}': "a number stands where a string should at byte 21, in weight_map.a;",
     b'{"weight_map": {"a": "m.safetensors", "a": "m.safetensors"}}': "twice",
     b'{"weight_map": {"a": "../m.safetensors"}}': "only plain names",
     b'{"weight_map": {"a": "..\\\\m.safetensors"}}': "only plain names",
@@ -277,7 +277,7 @@ BAD_CONFIGS = [
     ("num_nextn_predict_layers", 17, "num_nextn_predict_layers"),
     ("sliding_window", 512, "sliding_window is 512"),
     ("eos_token_id", 4096, "eos_token_id is 4096"),
-    ("eos_token_id", [1, -1], "eos_token_id is -1"),
+    ("eos_token_id", [1, -1], "eos_token_id[1] is -1"),
     ("eos_token_id", list(range(17)), "17 stop ids"),
     ("eos_token_id", "x", "eos_token_id"),
     ("rope_theta", GONE, "rope_theta is missing"),
@@ -345,7 +345,7 @@ BAD_DRAFTS = [
     (f"{D}/mask_token_id", 4096, "mask_token_id is 4096"),
     (f"{D}/mask_token_id", GONE, "mask_token_id is missing"),
     (f"{D}/target_layer_ids", [], "target_layer_ids"),
-    (f"{D}/target_layer_ids", [1, 6], "target_layer_ids is 6", "0 to 5"),
+    (f"{D}/target_layer_ids", [1, 6], "target_layer_ids[1] is 6", "0 to 5"),
     (f"{D}/target_layer_ids", [2, 1], "not ascending"),
     (f"{D}/target_layer_ids", [1, 1], "not ascending"),
     (f"{D}/causal_head", True, "dflash_config.causal_head"),
@@ -451,5 +451,7 @@ def test_a_nested_text_config_is_checked_too(probe, configs):
 
 
 def test_generation_config_is_checked(probe, configs):
-    refused(lambda: probe.config(configs[0], {"eos_token_id": [4096]}), "generation_config.json", "id is 4096")
+    refused(
+        lambda: probe.config(configs[0], {"eos_token_id": [4096]}), "generation_config.json", "eos_token_id[0] is 4096"
+    )
     refused(lambda: probe.config(configs[0], {"eos_token_id": list(range(16))}), "17 stop ids")

@@ -224,7 +224,7 @@ def test_a_damaged_list_of_hashes_is_a_fault(capsys, folder):
         (one,) = faults(capsys, folder)
         assert one["file"] == "kd-hashes.json"
     (folder / "kd-hashes.json").write_text(
-        json.dumps({"version": hashing.VERSION, "files": {"gone.safetensors": {"pieces": [[1, "0"]]}}})
+        json.dumps({"version": hashing.VERSION, "files": {"gone.safetensors": {"pieces": [[1, "0" * 32]]}}})
     )
     (one,) = faults(capsys, folder)
     assert one["file"] == "gone.safetensors" and "is missing" in one["what"]

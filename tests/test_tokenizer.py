@@ -279,13 +279,16 @@ def test_special_slots_without_an_entry_get_kimis_names(tmp_path):
         ({"256": {"content": "[X]"}, "0256": {"content": "[Y]"}}, "appears twice"),
         ({"-1": {"content": "[X]"}}, "no token id"),
         ({"x": {"content": "[X]"}}, "no token id"),
-        ({"256": {"content": ""}}, "no content of 1 to 256 bytes"),
-        ({"256": {}}, "no content"),
-        ({"256": "[X]"}, "no content"),
-        ({"256": {"content": 7}}, "no content"),
-        ({"256": {"content": "x" * 300}}, "no content"),
+        (
+            {"256": {"content": ""}},
+            'added_tokens_decoder.256.content is "", a string of 1 to 256 bytes should stand there',
+        ),
+        ({"256": {}}, "added_tokens_decoder.256.content is missing"),
+        ({"256": "[X]"}, 'added_tokens_decoder.256 is "[X]", an object should stand there'),
+        ({"256": {"content": 7}}, "added_tokens_decoder.256.content is 7, a string should stand there"),
+        ({"256": {"content": "x" * 300}}, 'xxx...", a string of 1 to 256 bytes should stand there'),
         ({"1000000": {"content": "[X]"}}, "ids are below"),
-        ([], "has no added_tokens_decoder"),
+        ([], "added_tokens_decoder is a list of 0, an object should stand there"),
     ],
 )
 def test_damaged_specials(tmp_path, entries, says):

@@ -251,7 +251,7 @@ def test_hashes_of_another_file(capsys, published, what):
     expected = {
         "size": (TWO, f"has {(published / TWO).stat().st_size} bytes, kd-hashes.json was made of another file"),
         "tensors": (TWO, "holds other tensors, kd-hashes.json was made of another file"),
-        "version": ("kd-hashes.json", "cannot be used (its version is 1, and not 2)"),
+        "version": ("kd-hashes.json", "cannot be used (version is 1, 2 should stand there)"),
     }[what]
     assert one["file"] == expected[0] and one["what"].startswith(expected[1])
 
@@ -281,7 +281,7 @@ def test_writing_needs_the_hashes(capsys, published):
 
 def test_hashes_of_files_elsewhere_are_refused(capsys, published):
     (published / "kd-hashes.json").write_text(
-        json.dumps({"version": hashing.VERSION, "files": {"../x": {"pieces": [[1, "0"]]}}})
+        json.dumps({"version": hashing.VERSION, "files": {"../x": {"pieces": [[1, "0" * 32]]}}})
     )
     (one,) = faults(capsys, published)
     assert one["file"] == "kd-hashes.json" and "not in the folder" in one["what"]
@@ -323,7 +323,7 @@ def test_one_sentence_for_however_many_tensors(capsys, published):
     by = {(f["file"], " ".join(f["what"].split()[:3])): f for f in found}
     outside = by[INDEX, "is said to"]
     assert (
-        "'../elsewhere.safetensors', and so are 39 more" in outside["what"] and "only names of files" in outside["what"]
+        '"../elsewhere.safetensors", and so are 39 more' in outside["what"] and "only names of files" in outside["what"]
     )
     ghost = by[TWO, "is not in"]
     assert ghost["tensor"] == "ghost.0" and "and so are 29 more; the index says" in ghost["what"]

@@ -220,7 +220,10 @@ std::vector<int32_t> Reader::ids_or_none(const char* key, int64_t vocab) {
         ids.push_back(checked_integer(key, *v, 0, vocab - 1));
         return ids;
     }
-    for (const Value& one : v->array) ids.push_back(checked_integer(key, one, 0, vocab - 1));
+    for (size_t i = 0; i < v->array.size(); ++i) {
+        const std::string at = key + ("[" + std::to_string(i) + "]");
+        ids.push_back(checked_integer(at.c_str(), v->array[i], 0, vocab - 1));
+    }
     return ids;
 }
 

@@ -23,7 +23,11 @@ const char* kind_name(Kind kind) {
 Cursor::Cursor(std::string_view text, std::string where) : text_(text), where_(std::move(where)) {}
 
 void Cursor::error(size_t offset, const std::string& what) const {
+    std::string path;
+    for (int i = 0; i < depth_; ++i)
+        if (keys_[i]) path += (path.empty() ? "" : ".") + model::printable(*keys_[i], 60);
     model::refuse(where_, model::printable(what, 400) + " at byte " + std::to_string(offset) +
+                              (path.empty() ? "" : ", in " + model::printable(path, 150)) +
                               "; the file is not JSON as kd reads it, fetch it again");
 }
 
@@ -224,7 +228,7 @@ std::string Cursor::string() {
 void Cursor::enter(Kind kind) {
     expect(kind);
     if (depth_ == kMaxDepth) error(next_, "nested too deeply");
-    ++depth_;
+    keys_[depth_++] = nullptr;
     ++next_;
 }
 

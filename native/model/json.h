@@ -46,13 +46,16 @@ class Cursor {
     template <class F>
     void object(F&& member) {
         enter(Kind::object);
+        const std::string*& name = keys_[depth_ - 1];
         std::unordered_set<std::string> seen;
         for (bool first = true; !leave('}', first); first = false) {
             const size_t at = next_;
             const auto [key, fresh] = seen.insert(string());
             if (!fresh) error(at, "key '" + *key + "' appears twice");
+            name = &*key;
             colon();
             member(*key);
+            name = nullptr;
         }
     }
 
@@ -84,6 +87,7 @@ class Cursor {
     std::string where_;
     size_t next_ = 0;
     int depth_ = 0;
+    const std::string* keys_[kMaxDepth] = {};  // of the members that are being read, for sentences; null in arrays
 };
 
 // A whole text as a tree, for small files such as config.json.

@@ -23,6 +23,7 @@ from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from kd.files import present, read_bounded, why
+from kd.shapes import BadJson, Json
 from kd.tokenizer import MAX_CONFIG_BYTES, Tokenizer, TokenizerError
 
 MAX_TEMPLATE_CHARS = 1 << 20
@@ -258,14 +259,14 @@ class ChatTemplate:
             raise ChatError(f"{path}: cannot be read ({why(error)})") from None
         path = folder / "tokenizer_config.json"
         try:
-            source = json.loads(read_bounded(path, MAX_CONFIG_BYTES, follow_links)).get("chat_template")
-        except (OSError, ValueError, AttributeError):
-            return None  # the tokenizer's reader has said what is wrong with it
-        if source is None:
-            return None
-        if not isinstance(source, str):
-            raise ChatError(f"{path}: chat_template is no text; put the template into chat_template.jinja")
-        return cls(source, tokenizer, place=str(path))
+            if not present(path):
+                return None
+            found = Json.parse(read_bounded(path, MAX_CONFIG_BYTES, follow_links)).get("chat_template")
+            return cls(found.text(), tokenizer, place=str(path)) if found else None
+        except OSError as error:
+            raise ChatError(f"{path}: cannot be read ({why(error)})") from None
+        except BadJson as error:
+            raise ChatError(f"{path}: {error}; put the template into chat_template.jinja") from None
 
     def render(
         self,

@@ -36,11 +36,13 @@ from kd.headers import (
     together,
 )
 from kd.packed import Packed, read_packed
+from kd.shapes import BadJson, Json
 
 MAX_CACHE_BYTES = 64 << 20
 MAX_CONFIG_BYTES = 1 << 20
 # What a load reads beside the weights.
-SIDE_FILES = ("config.json", "generation_config.json", "tiktoken.model", "tokenizer_config.json", "chat_template.jinja")
+TEXT_FILES = {"tiktoken.model", "tokenizer_config.json", "chat_template.jinja"}
+SIDE_FILES = ("config.json", "generation_config.json", *sorted(TEXT_FILES))
 
 
 def must_be_folder(path: str | Path) -> None:
@@ -245,15 +247,8 @@ class _Place:
         if not present(self.folder / HASHES):
             return {}
         try:
-            value = json.loads(read_bounded(self.folder / HASHES, MAX_INDEX_BYTES, follow_links))
-            if value["version"] != hashing.VERSION:
-                raise ValueError(f"its version is {value['version']}, and not {hashing.VERSION}")
-            files = {
-                name: [(int(end), str(piece)) for end, piece in of["pieces"]] for name, of in value["files"].items()
-            }
-            if any(os.path.isabs(name) or ".." in Path(name).parts for name in files):
-                raise ValueError("it names files that are not in the folder")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            files = hashing.read_hashes(Json.parse(read_bounded(self.folder / HASHES, MAX_INDEX_BYTES, follow_links)))
+        except (OSError, BadJson) as error:
             what = f"cannot be used ({why(error)}): remove it, and write it again with --write"
             faults.append(Fault(self.prefix + HASHES, "", -1, what))
             return {}
@@ -329,19 +324,27 @@ def verify(
 
 
 def _inspect(folder: Path, draft: str | Path, follow_links: bool, faults: list[Fault]) -> dict[str, Any]:
-    """What a load would say: only of a folder in which nothing was found, or it would be said twice."""
+    """What a load would say: where something was found already, it would be said twice."""
     from kd.native import KdError
+    from kd.text_side import read_text_side
 
-    if faults:
-        return {}
-    try:
-        return inspect(folder, draft=draft, follow_links=follow_links)
-    except KdError as error:
-        place, _, what = error.message.partition(": ")
-        known = what and Path(place).is_relative_to(folder)
-        file = str(Path(place).relative_to(folder)) if known else ""
-        faults.append(Fault("" if file == "." else file, "", -1, what if known else error.message))
-        return {}
+    def look(at: Callable[[], Any]) -> Any:
+        try:
+            return at()
+        except KdError as error:
+            place, _, what = error.message.partition(": ")
+            place, line = (
+                (found[1], f"line {found[2]}: ") if (found := re.fullmatch(r"(.*):(\d+)", place)) else (place, "")
+            )
+            known = what and Path(place).is_relative_to(folder)
+            file = str(Path(place).relative_to(folder)) if known else ""
+            faults.append(Fault("" if file == "." else file, "", -1, line + what if known else error.message))
+
+    told = {fault.file for fault in faults}
+    about = None if told else look(lambda: inspect(folder, draft=draft, follow_links=follow_links))
+    if not told & TEXT_FILES:
+        look(lambda: read_text_side(folder, follow_links))
+    return about or {}
 
 
 def _segment(place: _Place, skipped: set[str]) -> None:

@@ -61,4 +61,6 @@ def read_bounded(path: str | Path, limit: int, follow_links: bool = False) -> by
 
 def why(error: Exception) -> str:
     """What is wrong, without the path that the sentence around it names already."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start} is no UTF-8"
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

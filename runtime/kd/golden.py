@@ -8,16 +8,17 @@ beside the weights.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from kd.files import present, read_bounded, why
+from kd.shapes import BadJson, Json, is_file_name
 
 GOLDEN = "golden.json"
 MAX_GOLDEN_BYTES = 1 << 20
 MAX_SIDE_FILE_BYTES = 64 << 20  # a tokenizer
+MAX_ID = 2**31 - 1
 
 
 class GoldenError(ValueError):
@@ -40,22 +41,18 @@ class Golden:
         try:
             if not present(path):
                 return None
-            value = json.loads(read_bounded(path, MAX_GOLDEN_BYTES, follow_links))
-            prompt, tokens = list(value["prompt_tokens"]), list(value["tokens"])
-            if not prompt or not tokens or not all(type(t) is int for t in prompt + tokens):
-                raise ValueError("needs two non-empty lists of token ids")
-            files = dict(value.get("files", {}))
-            content, target = value.get("content_hash"), value.get("target_hash")
-            if not all(isinstance(text, str | None) for text in [content, target, *files.values()]):
-                raise ValueError("hashes are strings of hex digits")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            value = Json.parse(read_bounded(path, MAX_GOLDEN_BYTES, follow_links))
+            prompt, tokens = (_ids(value.need(key)) for key in ("prompt_tokens", "tokens"))
+            content, target = _hash(value.get("content_hash")), _hash(value.get("target_hash"))
+            files = value.get("files")
+            return cls(path, prompt, tokens, content, target, dict(map(_file, files.members())) if files else {})
+        except (OSError, BadJson) as error:
             raise GoldenError(f"{path} cannot be used ({why(error)}): mend it or remove it") from None
-        return cls(path, prompt, tokens, content, target, files)
 
     def other_files(self, follow_links: bool = False) -> Iterator[tuple[str, str]]:
         """(name, what is wrong) of the files beside it that are not those it was made with."""
         for name, expected in self.files.items():
-            place = self.path.parent / Path(name).name
+            place = self.path.parent / name
             try:
                 found = hashlib.sha256(read_bounded(place, MAX_SIDE_FILE_BYTES, follow_links)).hexdigest()
             except OSError as error:
@@ -79,3 +76,21 @@ class Golden:
                     "the files are damaged or not those, copy the folder again"
                 )
         return None
+
+
+def _ids(value: Json) -> list[int]:
+    ids = [one.integer(0, MAX_ID) for one in value.elements()]
+    if not ids:
+        raise value.wrong("a list of token ids")
+    return ids
+
+
+def _hash(value: Json | None) -> str | None:
+    return value.hex(16) if value else None
+
+
+def _file(member: tuple[str, Json]) -> tuple[str, str]:
+    name, value = member
+    if not is_file_name(name):
+        raise BadJson(f"{value.place} is no name of a file beside it")
+    return name, value.hex(64)

@@ -13,7 +13,8 @@ from typing import Any
 
 import xxhash
 
-from kd.headers import ELEMENT_BYTES, Header
+from kd.headers import ELEMENT_BYTES, MAX_BYTES, Header
+from kd.shapes import BadJson, Json, is_file_name
 
 HASHES = "kd-hashes.json"
 VERSION = 2  # its pieces end where tensors do; those of 1 did not
@@ -166,6 +167,20 @@ class NotWritten(Exception):
         why = error.strerror if error else os.strerror(errno.EACCES)
         remedy = f"give user {os.geteuid()} leave to write there" if denied else "mend that"
         super().__init__(f"{folder}: kd-hashes.json cannot be written ({why}): verify without --write, or {remedy}")
+
+
+def read_hashes(value: Json) -> dict[str, list[tuple[int, str]]]:
+    """The pieces of each file that a kd-hashes.json names. Raises BadJson."""
+    version = value.need("version")
+    if version.value != VERSION:
+        raise version.wrong(str(VERSION))
+    files = {}
+    for name, about in value.need("files").members():
+        if not all(map(is_file_name, name.split("/"))):
+            raise BadJson(f"{about.place} is not in the folder")
+        pieces = [piece.pair() for piece in about.need("pieces").elements()]
+        files[name] = [(end.integer(0, MAX_BYTES), piece.hex(32)) for end, piece in pieces]
+    return files
 
 
 def write_hashes(folder: Path, files: dict[str, Any]) -> Path:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kd.files import follow, present, read_bounded, why
+from kd.shapes import BadJson, Json, is_file_name, spelled
 
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
 MAX_INDEX_BYTES = 256 << 20
 MAX_TP = 8
+MAX_BYTES = 2**63 - 1
 ELEMENT_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4,
     "F32": 4, "I64": 8, "U64": 8, "F64": 8,
@@ -64,14 +64,6 @@ class Header:
         return [name for name, t in self.tensors.items() if t.begin < end and t.end > begin]
 
 
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; raises ValueError if a key appears twice."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key appears twice")
-    return found
-
-
 def open_file(path: Path, follow_links: bool) -> tuple[int, int]:
     """(descriptor, bytes) of a regular file. Raises BadFile, OSError."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
@@ -96,16 +88,9 @@ def read_header(path: Path, follow_links: bool) -> Header:
         if not 2 <= n <= MAX_HEADER_BYTES:
             raise BadFile(f"the header should have {n} bytes, 2 to {MAX_HEADER_BYTES} are allowed", "", 0)
         try:
-            header = json.loads(os.pread(fd, n, 8), object_pairs_hook=unique)
-            metadata = dict(header.pop("__metadata__", {}))
-            rows = [(name, t["dtype"], tuple(t["shape"]), *t["data_offsets"]) for name, t in header.items()]
-            if not all(isinstance(text, str) for text in metadata.values()):
-                raise ValueError("__metadata__ is no text")
-            for _, kind, shape, begin, end in rows:
-                if kind not in ELEMENT_BYTES or not all(type(x) is int and x >= 0 for x in (*shape, begin, end)):
-                    raise ValueError("an entry is no tensor")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise BadFile(f"the header cannot be read ({error})", "", 8) from None
+            metadata, rows = _tensors(Json.parse(os.pread(fd, n, 8)))
+        except BadJson as error:
+            raise BadFile(f"the header cannot be read ({error}): fetch it again", "", 8) from None
     finally:
         os.close(fd)
     at, found, data = 0, {}, 8 + n
@@ -126,6 +111,22 @@ def read_header(path: Path, follow_links: bool) -> Header:
     return Header(found, metadata, data)
 
 
+def _tensors(header: Json) -> tuple[dict[str, str], list[tuple[str, str, tuple[int, ...], int, int]]]:
+    """(metadata, rows of name, type, shape, begin, end). Raises BadJson."""
+    metadata, rows = {}, []
+    for name, entry in header.members():
+        if name == "__metadata__":
+            metadata = {key: text.text() for key, text in entry.members()}
+            continue
+        kind = entry.need("dtype")
+        if kind.text() not in ELEMENT_BYTES:
+            raise kind.wrong("a type of safetensors")
+        shape = tuple(one.integer(0, MAX_BYTES) for one in entry.need("shape").elements())
+        begin, end = (one.integer(0, MAX_BYTES) for one in entry.need("data_offsets").pair())
+        rows.append((name, kind.text(), shape, begin, end))
+    return metadata, rows
+
+
 def together(names: Iterable[str], say: Callable[[str], str]) -> list[tuple[str, str]]:
     """One (tensor, sentence) for however many tensors there is the same to say of, or none."""
     first, *others = sorted(names) or [""]
@@ -141,16 +142,16 @@ def read_index(folder: Path, follow_links: bool, faults: list[Fault]) -> dict[st
     outside: dict[str, str] = {}
     try:
         text = read_bounded(folder / INDEX, MAX_INDEX_BYTES, follow_links)
-        for name, file in json.loads(text, object_pairs_hook=unique)["weight_map"].items():
-            if re.fullmatch(r"[^./\\\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]*\.safetensors", file):
-                files.setdefault(file, set()).add(name)
+        for name, file in Json.parse(text).need("weight_map").members():
+            if is_file_name(file.text()) and re.fullmatch(r"[^.].*\.safetensors", file.text()):
+                files.setdefault(file.text(), set()).add(name)
             else:
-                outside[name] = file
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        faults.append(Fault(INDEX, "", -1, f"cannot be read ({why(error)})"))
+                outside[name] = file.text()
+    except (OSError, BadJson) as error:
+        faults.append(Fault(INDEX, "", -1, f"cannot be read ({why(error)}): fetch it again"))
         return {}
     for first, more in together(outside, lambda also: also):
-        say = f"is said to be in {outside[first]!r:.100}{more}: only names of files in the folder are allowed; "
+        say = f"is said to be in {spelled(outside[first])}{more}: only names of files in the folder are allowed; "
         faults.append(Fault(INDEX, first, -1, say + "fetch the index again"))
     return files
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from kd.files import TooLarge, read_bounded
+from kd.shapes import BadJson, Json, spelled
 
 # Kimi K2's published split pattern, tried in this order: runs of Han; words with case split and an English
 # contraction; words that start in capitals; up to three digits; punctuation; line ends; spaces. `&&[^\p{Han}]` is set
@@ -178,22 +177,14 @@ def read_ranks(path: str | Path, follow_links: bool = False) -> dict[bytes, int]
 def read_special(path: str | Path, n_ranks: int, follow_links: bool = False) -> dict[str, int]:
     """name -> id from `tokenizer_config.json`'s added_tokens_decoder. Raises TokenizerError."""
     path = Path(path)
+    raw = _read(path, MAX_CONFIG_BYTES, follow_links)
     try:
-        document: Any = json.loads(_read(path, MAX_CONFIG_BYTES, follow_links), object_pairs_hook=_unique)
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path}: is not valid JSON ({error}); the file is damaged") from None
-    added = document.get("added_tokens_decoder") if isinstance(document, dict) else None
-    if not isinstance(added, dict):
-        raise TokenizerError(f"{path}: has no added_tokens_decoder, which lists the special tokens")
+        added = list(_added(Json.parse(raw)))
+    except BadJson as error:
+        raise TokenizerError(f"{path}: {error}; the file is damaged, fetch it again") from None
     special: dict[str, int] = {}
     seen: dict[int, str] = {}
-    for key, entry in added.items():
-        name = entry.get("content") if isinstance(entry, dict) else None
-        if not (key.isascii() and key.isdigit() and len(key) <= 9):
-            raise TokenizerError(f"{path}: added_tokens_decoder has the key {key[:40]!r}, which is no token id")
-        i = int(key)
-        if not isinstance(name, str) or not 1 <= len(name.encode("utf-8", "replace")) <= MAX_TOKEN_BYTES:
-            raise TokenizerError(f"{path}: special token {i} has no content of 1 to {MAX_TOKEN_BYTES} bytes")
+    for i, name in added:
         if i < n_ranks:
             raise TokenizerError(
                 f"{path}: special token {name!r} has id {i}, which tiktoken.model uses for ordinary "
@@ -214,13 +205,15 @@ def read_special(path: str | Path, n_ranks: int, follow_links: bool = False) -> 
     return special
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"the key {key[:40]!r} appears twice")
-        found[key] = value
-    return found
+def _added(config: Json) -> Iterator[tuple[int, str]]:
+    """(id, name) of each special token. Raises BadJson."""
+    for key, entry in config.need("added_tokens_decoder").members():
+        if not (key.isascii() and key.isdigit() and len(key) <= 9):
+            raise BadJson(f"added_tokens_decoder has the key {spelled(key)}, which is no token id")
+        content = entry.need("content")
+        if not 1 <= len(content.text().encode()) <= MAX_TOKEN_BYTES:
+            raise content.wrong(f"a string of 1 to {MAX_TOKEN_BYTES} bytes")
+        yield int(key), content.text()
 
 
 def _read(path: Path, limit: int, follow_links: bool) -> bytes:
