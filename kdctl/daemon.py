@@ -133,7 +133,7 @@ def _remembered(path: Path, pid: int | None) -> dict[str, Any]:
         told = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return told if pid in (None, told["pid"]) else {}
+    return told if isinstance(told, dict) and pid in (None, told.get("pid")) else {}
 
 
 def _checked(
@@ -310,17 +310,23 @@ def restart(
     wait_timeout: float,
     now: bool,
 ) -> None:
-    """Stop the daemon if it runs, then start it again: the same model folder, and the --config and --set it was started with.
-    What is given here comes on top; what cannot be is refused before anything is stopped. What a running daemon was told
-    since (another drafter, a tree builder) is not kept."""
+    """Stop the daemon if it runs, then start it again: the same model folder, drafter and --follow-links as it serves with,
+    and the --config and --set it was started with. What is given here comes on top; what cannot be is refused before
+    anything is stopped. A tree builder that `kdctl builders use` has set since is not kept, and that is said."""
     from kd import config as configuration
     from kd.client import KdClientError
 
     told = configuration.find(settings.instance).started
+    builder = None
     try:
         answer = settings.client().status()
         same = _remembered(told, settings.client().hello()["pid"])
-        same["model"] = answer["model"] and answer["model"]["path"]
+        serves, builder = answer["model"] or {}, answer["daemon"].get("builder_told")
+        same["model"] = serves.get("path")
+        if serves and not model and not any(item.startswith("model.path=") for item in options):
+            since = {"model.draft": serves["draft"], "model.follow_links": str(serves["follow_links"]).lower()}
+            before = [item for item in same.get("set", ()) if item.partition("=")[0] not in since]
+            same["set"] = [*before, *(f"{key}={value}" for key, value in since.items())]
         runs = True
     except KdClientError as error:
         settings.close()
@@ -336,6 +342,11 @@ def restart(
     _checked(settings, model, config_file, options)
     if runs:
         _stop(settings, now, None)
+    if builder and not any(item.startswith("builder.name=") for item in options):
+        settings.note(
+            f"kdctl: builder {builder['builder']} was set by a command and is not kept: --set builder.name={builder['builder']} "
+            f"--set builder.budget={builder['budget']} starts with it"
+        )
     data = _start(settings, model, config_file, options, wait, wait_timeout, same.get("cwd"))
     settings.emit("restart", data, lambda: _say_started(settings, data))
 

@@ -112,6 +112,34 @@ def test_restart_keeps_what_start_was_told(kdctl, place, library, nano, tmp_path
     kdctl("stop", "--now")
 
 
+def test_restart_keeps_what_load_was_told(kdctl, place, library, nano, tmp_path):
+    linked = Path(shutil.copytree(nano, tmp_path / "linked"))
+    for file in (*linked.glob("model-*.safetensors"), linked / "golden.json"):
+        file.unlink()
+        file.symlink_to(nano / file.name)
+    kdctl("start")
+    kdctl("load", linked, "--follow-links", "--draft", "none")
+    for _ in range(2):
+        done = kdctl("restart")
+        assert "not kept" not in done.err
+        model = kdctl("status", "-o", "json").json["model"]
+        kept = (model["path"], model["draft"], model["follow_links"], model["draft_layers"])
+        assert kept == (str(linked), "none", True, 0)
+    told = json.loads((place / "default" / "started.json").read_text())["set"]
+    assert sorted(told) == ["model.draft=none", "model.follow_links=true"]  # once, however often
+    kdctl("restart", "--set", f"model.draft={nano / 'draft'}")  # what is given on top
+    model = kdctl("status", "-o", "json").json["model"]
+    assert (model["draft"], model["draft_layers"] > 0) == (str(nano / "draft"), True)
+    kdctl("builders", "use", "chain", "--budget", "5")
+    done = kdctl("restart")
+    kept = "kdctl: builder chain was set by a command and is not kept: --set builder.name=chain --set builder.budget=5"
+    assert f"{kept} starts with it" in done.err.splitlines()
+    assert kdctl("status", "-o", "json").json["daemon"]["builder_told"] is None
+    kdctl("builders", "use", "chain")
+    assert "not kept" not in kdctl("restart", "--set", "builder.name=heap").err
+    kdctl("stop", "--now")
+
+
 def test_start_that_fails_shows_the_log(kdctl, place, library, nano, tmp_path_factory):
     broken = tmp_path_factory.mktemp("broken")
     shutil.copy(nano / "config.json", broken)

@@ -6,8 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kd import choose
 from kd.golden import Golden, GoldenError
@@ -30,6 +29,14 @@ class Company(Exception):
     """Requests run beside a measurement: it means nothing."""
 
 
+class Source(NamedTuple):
+    """What a model was loaded from: the arguments of LOAD."""
+
+    path: str
+    draft: str
+    follow_links: bool
+
+
 class Loader:
     """Runs one load at a time on a thread of its own; `progress()` may be asked from anywhere.
 
@@ -48,7 +55,7 @@ class Loader:
         self._decoded = 0  # requests that the held model has answered
         self.choosing = threading.Lock()  # held by who says which builder is in force, of this model or of the next
         self.choice: choose.Choice | None = None  # of the builder, where none is configured
-        self.paths: dict[int, str] = {}  # of models, by weights_generation: the one that serves and the one that will
+        self.sources: dict[int, Source] = {}  # by weights_generation: of the model that serves and of the one that will
 
     @property
     def busy(self) -> bool:
@@ -141,14 +148,14 @@ class Loader:
 
     def run(self, path: str, draft: str, replace: bool = False, follow_links: bool = False) -> None:
         """Load, check and put in place; raises what went wrong, and then everything is as it was. `claim()` came before."""
-        d = self.d
+        d, source = self.d, Source(path, draft, follow_links)
         began = time.monotonic()
         choice: list[choose.Choice | None] = [None]
 
         def check(held: HeldModel) -> None:
             if d.model_path is None:
                 d.state.enter("warming")
-            choice[0] = self._check(held, path, draft)
+            choice[0] = self._check(held, source)
 
         try:
             if d.model_path is None:
@@ -159,7 +166,7 @@ class Loader:
             with self.choosing:
                 d.model_path, self.choice = path, None if d.wanted_builder[0] else choice[0]
             info = d.engine.info
-            self.paths = {info.weights_generation: path}
+            self.sources = {info.weights_generation: source}
             spent_us = int((time.monotonic() - began) * 1e6)
             phases = d.engine.load_progress()["phases"]
             warm_us = phases.get("warm", 0)
@@ -239,11 +246,11 @@ class Loader:
 
     # ---- while the engine holds the model
 
-    def _check(self, held: HeldModel, path: str, draft: str) -> choose.Choice | None:
+    def _check(self, held: HeldModel, source: Source) -> choose.Choice | None:
         """Prove that it decodes, choose its builder, let it go to its place. Returns what was measured."""
         d, info = self.d, held.info
         name, budget = d.builder_for(info)
-        self.warm_up(held, Path(path), draft, name, budget)
+        self.warm_up(held, source, name, budget)
         choice = None if d.wanted_builder[0] else self.choose_builder(held)
         with self.choosing:  # who names a builder now has named it before, or finds the model in its place
             if d.wanted_builder[0]:
@@ -253,7 +260,7 @@ class Loader:
             with self._lock:
                 self._go_on()
                 self._accepted = True
-            self.paths[info.weights_generation] = path
+            self.sources[info.weights_generation] = source
             held.accept(None if d.builder_told else name, budget)
         wanted = d.wanted_builder[0]
         if wanted not in ("", "none") and not info.draft_layers:
@@ -262,10 +269,10 @@ class Loader:
             d.log.info("builder chosen", builder=choice.builder, budget=choice.budget, why=choice.reason)
         return choice
 
-    def warm_up(self, held: HeldModel, path: Path, draft: str, builder: str, budget: int) -> None:
+    def warm_up(self, held: HeldModel, source: Source, builder: str, budget: int) -> None:
         """The same tokens and hashes from `none` and from the builder, and golden.json's if there is one: its tokens show that
         this build computes rightly, its hashes that no byte has changed."""
-        golden = self._read_golden(path, held.info, draft)
+        golden = self._read_golden(source, held.info)
         room = held.info.max_positions
         prompt = self._prompt(held)[: max(1, room // 2)]
         most = max(1, min(WARM_TOKENS, room - len(prompt)))
@@ -335,21 +342,23 @@ class Loader:
             name, budget, f"requests ran while the model was loaded, so that nothing was measured: {why}"
         )
 
-    def _read_golden(self, folder: Path, info: Any, draft: str) -> Golden | None:
+    def _read_golden(self, source: Source, info: Any) -> Golden | None:
         """Everything in it but the tokens is compared here."""
         try:
-            golden = Golden.read(folder)
+            golden = Golden.read(source.path, source.follow_links)
         except GoldenError as error:
             raise ProtocolError("MODEL", str(error)) from None
         if golden is None:
             return None
-        own = draft == "auto" and info.draft_layers > 0
-        if draft not in ("auto", "none"):
-            self.d.log.warning("golden.json knows no drafter from elsewhere: only the target is compared", draft=draft)
+        own = source.draft == "auto" and info.draft_layers > 0
+        if source.draft not in ("auto", "none"):
+            self.d.log.warning(
+                "golden.json knows no drafter from elsewhere: only the target is compared", draft=source.draft
+            )
         what = golden.other_weights(info.target_hash, info.content_hash if own else None)
         if what:
             raise ProtocolError("MODEL", f"{golden.path.parent}: {what}")
-        for name, what in golden.other_files():
+        for name, what in golden.other_files(source.follow_links):
             raise ProtocolError("MODEL", f"{golden.path.parent / name} {what}")
         return golden
 

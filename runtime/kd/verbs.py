@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kd import wire
+from kd.loading import Source
 from kd.wire import ProtocolError
 
 if TYPE_CHECKING:
@@ -57,12 +58,12 @@ def model_of(daemon: Daemon) -> dict[str, Any] | None:
     except Exception:
         return None  # unloaded in between
     # While a replacement waits for the last requests of the model before, new ones are already its own.
-    path = daemon.loader.paths.get(info["weights_generation"], daemon.model_path)
+    source = daemon.loader.sources.get(info["weights_generation"]) or Source(daemon.model_path, "auto", False)
     side = engine.text_side()
     info.pop("text_id", None)  # the daemon's own affair
     return {
-        "path": path,
-        "name": os.path.basename(path.rstrip("/")),
+        **source._asdict(),
+        "name": os.path.basename(source.path.rstrip("/")),
         "tokenizer": side.tokenizer is not None,
         "chat": side.chat is not None,
         **info,
@@ -122,6 +123,9 @@ def status(daemon: Daemon) -> Reply:
         "log_dropped": daemon.log.dropped,
         "device": daemon.config.engine.device,
         "library": daemon.library,
+        "builder_told": dict(zip(("builder", "budget"), daemon.wanted_builder, strict=True))
+        if daemon.builder_told
+        else None,
         "builder_choice": daemon.loader.choice and daemon.loader.choice.as_dict(),
         **daemon.endpoints,
     }
