@@ -167,6 +167,26 @@ def test_a_drafter_from_elsewhere_leaves_the_target_compared(capsys, published, 
     assert "target_hash" in one["what"]
 
 
+@pytest.mark.parametrize("how", ["folder", "fifo", "link", "empty"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "golden.json", INDEX, TWO, "draft/config.json"]
+)
+def test_one_cause_is_told_once(capsys, published, tmp_path, name, how):
+    checkpoint.verify(published, write=True)
+    path = published / name
+    shutil.move(path, tmp_path / "moved")
+    if how == "folder":
+        path.mkdir()
+    elif how == "fifo":
+        os.mkfifo(path)
+    elif how == "link":
+        path.symlink_to(tmp_path / "moved")
+    else:
+        path.touch()
+    found = [fault for fault in faults(capsys, published) if fault["file"] == name]
+    assert len(found) == 1, found
+
+
 # ---- --write -------------------------------------------------------------------------------------------------------------
 
 

@@ -35,10 +35,10 @@ from kd.headers import (
     read_index,
     together,
 )
+from kd.known import Known
 from kd.packed import Packed, read_packed
 from kd.shapes import BadJson, Json
 
-MAX_CACHE_BYTES = 64 << 20
 MAX_CONFIG_BYTES = 1 << 20
 # What a load reads beside the weights.
 TEXT_FILES = {"tiktoken.model", "tokenizer_config.json", "chat_template.jinja"}
@@ -90,48 +90,8 @@ def inspect(path: str | Path, *, draft: str | Path = "auto", follow_links: bool 
 # ---- what is known of a folder -----------------------------------------------------------------------------------------
 
 
-class _Cache:
-    """What is known of files that have not changed since (device, inode, size, time of change), in the user's cache folder."""
-
-    def __init__(self, path: Path | None):
-        base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        self._path = path or Path(base) / "kd" / "hashes.json"
-        try:
-            self._known = dict(json.loads(read_bounded(self._path, MAX_CACHE_BYTES)))
-        except (OSError, ValueError, TypeError):
-            self._known = {}
-
-    @staticmethod
-    def _key(path: str, segments: list[Segment]) -> str:
-        s = os.stat(path)
-        parts = xxhash.xxh64_intdigest(b"".join(b"%d %d %s\n" % (p.begin, p.end, p.before) for p in segments))
-        return f"{s.st_dev}:{s.st_ino}:{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}:{parts:016x}"
-
-    def get(self, job: _Job) -> Digest | None:
-        try:
-            sha256, pieces, sums = self._known[self._key(job.real, job.segments)]
-            found = Digest(
-                str(sha256), "", [(int(end), str(piece)) for end, piece in pieces], [int(n) for n in sums], {}
-            )
-        except (KeyError, ValueError, TypeError):
-            return None
-        return found if [end for end, _ in found.pieces] == hashing.cut(job.bytes, job.header) else None
-
-    def put(self, job: _Job, found: Digest) -> None:
-        self._known[self._key(job.real, job.segments)] = [found.sha256, found.pieces, [job.sum]]
-
-    def save(self) -> None:
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            part = self._path.with_suffix(f".{os.getpid()}")
-            part.write_text(json.dumps(self._known))
-            os.replace(part, self._path)
-        except OSError:  # only a cache
-            pass
-
-
 @dataclass
-class _Job:
+class Job:
     """A file to read. name: as it is told; sum: that of its segments' hashes, where these are tensors."""
 
     name: str
@@ -158,8 +118,8 @@ class _Place:
 
     prefix: str
     folder: Path
-    weights: list[_Job] = field(default_factory=list)
-    sides: list[_Job] = field(default_factory=list)
+    weights: list[Job] = field(default_factory=list)
+    sides: list[Job] = field(default_factory=list)
     bad: set[str] = field(default_factory=set)  # weights that cannot be read: told, and not compared
 
     def read(self, follow_links: bool, faults: list[Fault]) -> None:
@@ -182,19 +142,21 @@ class _Place:
             *expected,
             *(n for n in (*SIDE_FILES, GOLDEN, INDEX) if present(self.folder / n) and n not in expected),
         ]
+        names = [name for name in names if self.prefix + name not in {fault.file for fault in faults}]  # told already
         for name in names:
             try:
                 real = follow(self.folder / name, follow_links)
-                self.sides.append(_Job(self.prefix + name, real, expected=expected.get(name)))
-            except OSError as error:
+                os.close(open_file(Path(real), follow_links=True)[0])  # a FIFO would be waited for
+                self.sides.append(Job(self.prefix + name, real, expected=expected.get(name)))
+            except (OSError, BadFile) as error:
                 faults.append(Fault(self.prefix + name, "", -1, why(error)))
 
-    def _header(self, file: str, follow_links: bool, faults: list[Fault]) -> _Job | None:
+    def _header(self, file: str, follow_links: bool, faults: list[Fault]) -> Job | None:
         self.bad.add(file)
         try:
             header = read_header(self.folder / file, follow_links)
             self.bad.remove(file)
-            return _Job(self.prefix + file, follow(self.folder / file, follow_links), header)
+            return Job(self.prefix + file, follow(self.folder / file, follow_links), header)
         except FileNotFoundError:
             faults.append(Fault(self.prefix + file, "", -1, "is missing: fetch it again"))
         except OSError as error:
@@ -314,10 +276,13 @@ def verify(
     if hashes:
         for place, skipped in zip(places, ("skipped", "draft_skipped"), strict=False):
             _segment(place, set(about.get(skipped, ())))
-        known = _Cache(cache)
-        _read(places, known, report, faults, progress)
+        known = Known(cache)
+        golden = _golden(folder, follow_links, faults)
+        told = {fault.file for fault in faults}  # what a file is refused for is not told of its hashes again
+        _read(places, known, told, report, faults, progress)
         known.save()
-        _compare_golden(folder, places, draft, follow_links, bool(about), report, faults)
+        if golden:
+            _compare_golden(golden, places, draft, follow_links, bool(about), told, report, faults)
     if write and not faults:
         report["written"] = [str(place.write()) for place in places if place.written]
     return report | {"faults": [asdict(fault) for fault in faults]}
@@ -358,7 +323,9 @@ def _segment(place: _Place, skipped: set[str]) -> None:
             ]
 
 
-def _read(places: list[_Place], known: _Cache, report: dict[str, Any], faults: list[Fault], progress: Any) -> None:
+def _read(
+    places: list[_Place], known: Known, told: set[str], report: dict[str, Any], faults: list[Fault], progress: Any
+) -> None:
     done = 0
 
     def tick(n: int) -> None:
@@ -367,7 +334,7 @@ def _read(places: list[_Place], known: _Cache, report: dict[str, Any], faults: l
         if progress:
             progress(min(done, report["bytes"]), report["bytes"])
 
-    def weights(job: _Job) -> list[Fault]:
+    def weights(job: Job) -> list[Fault]:
         job.found = known.get(job)
         if job.found:
             report["cached"] += 1
@@ -386,30 +353,31 @@ def _read(places: list[_Place], known: _Cache, report: dict[str, Any], faults: l
         report["compared"] += bool(job.packed)
         return bad + list(_compare(job, report))
 
-    def side(job: _Job) -> list[Fault]:
-        os.close(open_file(Path(job.real), follow_links=True)[0])  # a FIFO would be waited for
+    def side(job: Job) -> list[Fault]:
         job.found = digest(job.real, None, [], lambda n: None)
         return list(_compare(job, report))
 
-    def one(job: _Job) -> list[Fault]:
+    def one(job: Job) -> list[Fault]:
         try:
             return weights(job) if job.header else side(job)
         except (OSError, BadFile) as error:
             return [Fault(job.name, "", -1, f"cannot be read ({why(error)})")]
 
-    jobs = [job for place in places for job in (*place.weights, *place.sides)]
+    jobs = [
+        job for place in places for job in (*place.weights, *(side for side in place.sides if side.name not in told))
+    ]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for bad in pool.map(one, jobs):
             faults += bad
 
 
-def _wild(job: _Job) -> Iterator[Fault]:
+def _wild(job: Job) -> Iterator[Fault]:
     wild = job.found.wild if job.found else {}
     for name, more in together(wild, lambda also: also):
         yield Fault(job.name, name, wild[name], f"holds a NaN or infinity{more}")
 
 
-def _runs(job: _Job, segments: list[Segment], known: list, found: list, than: str) -> Iterator[Fault]:
+def _runs(job: Job, segments: list[Segment], known: list, found: list, than: str) -> Iterator[Fault]:
     """One fault for each run of neighbours that differ; a header is none."""
     runs: list[Segment] = []
     for segment, *hashes in zip(segments, known, found, strict=False):
@@ -425,7 +393,7 @@ def _runs(job: _Job, segments: list[Segment], known: list, found: list, than: st
         yield Fault(job.name, names[0] if names else "", run.begin, what)
 
 
-def _compare(job: _Job, report: dict[str, Any]) -> Iterator[Fault]:
+def _compare(job: Job, report: dict[str, Any]) -> Iterator[Fault]:
     """With the name that Hugging Face's cache gives it, and with kd-hashes.json."""
     found, blob = job.found, os.path.basename(job.real)
     assert found is not None
@@ -451,24 +419,28 @@ def _is_blob(real: str, size: int) -> bool:
     return os.path.basename(place) == "blobs" and bool(re.fullmatch(f"[0-9a-f]{{{size}}}", name))
 
 
+def _golden(folder: Path, follow_links: bool, faults: list[Fault]) -> Golden | None:
+    if GOLDEN in {fault.file for fault in faults}:
+        return None
+    try:
+        return Golden.read(folder, follow_links)
+    except GoldenError as error:
+        faults.append(Fault(GOLDEN, "", -1, str(error).removeprefix(f"{folder / GOLDEN} ")))
+        return None
+
+
 def _compare_golden(
-    folder: Path,
+    golden: Golden,
     places: list[_Place],
     draft: str | Path,
     follow_links: bool,
     readable: bool,
+    told: set[str],
     report: dict[str, Any],
     faults: list[Fault],
 ) -> None:
-    try:
-        golden = Golden.read(folder, follow_links)
-    except GoldenError as error:
-        faults.append(Fault(GOLDEN, "", -1, str(error).removeprefix(f"{folder / GOLDEN} ")))
-        return
-    if golden is None:
-        return
     report["compared"] += len(golden.files)
-    faults += [Fault(name, "", -1, what) for name, what in golden.other_files(follow_links)]
+    faults += [Fault(name, "", -1, what) for name, what in golden.other_files(follow_links) if name not in told]
     packed = next((job.packed for job in places[0].weights if job.packed), None)
     if packed:
         target, content = packed.target_hash, packed.content_hash if packed.draft and draft == "auto" else None

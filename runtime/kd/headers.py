@@ -71,7 +71,7 @@ def open_file(path: Path, follow_links: bool) -> tuple[int, int]:
     about = os.fstat(fd)
     if not stat.S_ISREG(about.st_mode):
         os.close(fd)
-        raise BadFile("it is no regular file")
+        raise BadFile("it is no regular file: put the file itself there")
     return fd, about.st_size
 
 

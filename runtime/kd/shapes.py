@@ -52,17 +52,18 @@ class Json:
         try:
             text = raw.decode()
         except UnicodeDecodeError as error:
-            raise BadJson(f"is no JSON: byte {error.start} is no UTF-8") from None
+            raise BadJson(f"it is no JSON: byte {error.start} is no UTF-8") from None
         try:
             return cls(json.loads(text.removeprefix("\ufeff"), object_pairs_hook=_unique, parse_constant=_constant))
         except json.JSONDecodeError as error:
-            raise BadJson(f"is no JSON: {error.msg} (line {error.lineno}, column {error.colno})") from None
+            what = error.msg[:1].lower() + error.msg[1:]
+            raise BadJson(f"it is no JSON: {what}, line {error.lineno}, column {error.colno}") from None
         except RecursionError:
-            raise BadJson("is no JSON that can be read: lists or objects are nested too deeply") from None
+            raise BadJson("it is no JSON that can be read: lists or objects are nested too deeply") from None
         except BadJson:
             raise
         except ValueError:  # Python's limit, told in Python's words
-            raise BadJson("is no JSON that can be read: a number has thousands of digits") from None
+            raise BadJson("it is no JSON that can be read: a number has thousands of digits") from None
 
     @property
     def place(self) -> str:
@@ -135,4 +136,4 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _constant(text: str) -> Any:
-    raise BadJson(f"is no JSON: {text} is no number there")
+    raise BadJson(f"it is no JSON: {text} is no number there")
