@@ -67,10 +67,11 @@ class Filler {
             const uint64_t at = t.begin + row * row_bytes;
             if (const uint64_t ahead = kAhead / row_bytes / rows_a_chunk * rows_a_chunk; ahead == 0 || row % ahead == 0)
                 file.expect(at, std::min<uint64_t>(std::max(kAhead, bytes), t.end - at));
-            file.read(chunk_, bytes, at, "tensor '" + t.name + "'");
-            hash.add(chunk_, bytes);
-            check(p, row, n);
-            if (p.stored != Stored::shape)
+            uint8_t* const lands = place_of(p, row * row_bytes);
+            file.read(lands, bytes, at, "tensor '" + t.name + "'");
+            hash.add(lands, bytes);
+            check(p, lands, row, n);
+            if (p.stored != Stored::shape && lands == chunk_)
                 for (size_t r = 0; r < loaded_.ranks.size(); ++r) share_out(p, row, n, static_cast<int>(r));
             progress_.bytes_done += bytes;
         }
@@ -82,7 +83,14 @@ class Filler {
         uint64_t begin, end, at;
     };
 
-    void check(const Place& p, uint64_t row, uint64_t n) const {
+    // Where to read what lies so far into the tensor: where it stays, if that is one stretch of memory which the host writes itself.
+    uint8_t* place_of(const Place& p, uint64_t begin) const {
+        const bool widen = p.stored == Stored::fp32 && p.found->tensor->type == safetensors::Type::bf16;
+        if (loaded_.ranks.size() != 1 || p.stored == Stored::shape || widen || p.split == Split::kv_b) return chunk_;
+        return static_cast<uint8_t*>(device::landing(loaded_.arena(0) + p.at + begin, chunk_));
+    }
+
+    void check(const Place& p, const uint8_t* read, uint64_t row, uint64_t n) const {
         const safetensors::Tensor& t = *p.found->tensor;
         const std::string& path = files_.files[p.found->file]->path;
         const std::string name = "tensor '" + printable(t.name, 200) + "' ";
@@ -91,9 +99,9 @@ class Filler {
             for (int i = 0; i < 2; ++i) {
                 int32_t narrow;
                 if (t.type == safetensors::Type::i64) {
-                    memcpy(&stored[i], chunk_ + 8 * i, 8);
+                    memcpy(&stored[i], read + 8 * i, 8);
                 } else {
-                    memcpy(&narrow, chunk_ + 4 * i, 4);
+                    memcpy(&narrow, read + 4 * i, 4);
                     stored[i] = narrow;
                 }
             }
@@ -107,7 +115,7 @@ class Filler {
         const size_t count = static_cast<size_t>(n * p.cols);
         const bool wide = t.type == safetensors::Type::f32;
         const size_t wild =
-            wide ? first_wild<uint32_t>(chunk_, count, 0x7f800000) : first_wild<uint16_t>(chunk_, count, 0x7f80);
+            wide ? first_wild<uint32_t>(read, count, 0x7f800000) : first_wild<uint16_t>(read, count, 0x7f80);
         if (wild != count)
             refuse(path, name + "holds a NaN or infinity at element " + std::to_string(row * p.cols + wild) +
                              "; the file is damaged, fetch it again");
