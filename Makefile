@@ -70,7 +70,7 @@ test-cuda: ## the test suite on the GPU, with the CUDA twin; a PYTHON that has a
 	@if command -v nvcc >/dev/null && $(PYTHON) -c '$(CUDA_TESTS_IMPORT)' 2>/dev/null; then python=$(PYTHON); \
 	else $(MAKE) --no-print-directory .venv/.test .venv/.cuda && python=$(BIN)/python; fi && \
 	JOBS=$(JOBS) build/make.sh cuda cuda-test && PYTHONPATH=runtime:. $(PYTEST_ENVIRONMENT) $$python -m pytest --device cuda \
-	    -n $$(( $(JOBS) < 8 ? $(JOBS) : 8 )) --dist loadfile $(CUDA_TESTS) $(PYTEST_ARGS)
+	    -n $$(( $(JOBS) < 8 ? $(JOBS) : 8 )) --dist worksteal $(CUDA_TESTS) $(PYTEST_ARGS)
 
 clean: ## remove .venv and everything built
 	rm -rf .venv build/out .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The CUDA twin under compute-sanitizer: every op on small shapes, the paths that only larger ones take, ranks that meet, and rounds
-# of a small model, one by one: in the body of a WHILE node the tools themselves fail (docs/design.md). On a machine with a GPU:
+# of a small model, one by one: rounds in a loop end with an illegal address under the tools and nowhere else, which is not understood
+# (docs/BENCHMARKS_cuda.md). On a machine with a GPU:
 #   tests/sanitize/cuda.sh [memcheck racecheck initcheck synccheck]
 # Exit status 0 only if every tool came to its end and found nothing. The tests of a tool are dealt out to SHARES processes
 # (default 6), JOBS processes run at once (default: the cores), and each may take SECONDS_EACH (default 150): with 16 cores all
