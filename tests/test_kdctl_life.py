@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -265,26 +264,19 @@ def test_terminate_exits_143(daemon):
     assert b"Traceback" not in process.stderr.read()
 
 
-def test_starts_fast_and_without_the_library(daemon):
+def test_starts_without_the_library_and_with_little_else(daemon):
+    """What starting costs is what is imported: the libraries it stands on, and little of our own and of Python's beside. That is
+    counted, not timed: on a busy machine a clock says nothing about the program."""
     code = (
-        "import sys\nfrom kdctl.__main__ import run\nrc = run(sys.argv[1:])\n"
+        "import sys\nimport click, zmq, msgpack\nbefore = set(sys.modules)\n"
+        "from kdctl.__main__ import run\nrc = run(sys.argv[1:])\n"
         "bad = {'kd.native', 'kd.engine', 'kd.server', 'numpy', 'cffi', 'jinja2', 'tiktoken'} & set(sys.modules)\n"
-        "sys.exit(f'imported {bad}' if bad else rc)"
+        "more = sorted(set(sys.modules) - before)\n"
+        "sys.exit(f'imported {bad}' if bad else rc or (f'{len(more)} modules more: {more}' if len(more) > 40 else 0))"
     )
     command = [sys.executable, "-c", code, "--endpoint", daemon.serve, "status"]
-    subprocess.run(command, env=ENV, check=True, capture_output=True, cwd=ROOT)  # compiles the bytecode
-
-    def cpu_s(words):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(words, env=ENV, check=True, capture_output=True, cwd=ROOT)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-    times = [cpu_s(command) for _ in range(5)]
-    floor = [cpu_s([sys.executable, "-c", "import click, zmq, msgpack"]) for _ in range(5)]
-    # CPU time, the best of five: the wall clock of a busy machine says nothing about the program. And on a slow machine
-    # what counts is what we add to the libraries we stand on.
-    assert min(times) < 0.15 or min(times) < 2 * min(floor), (times, floor)
+    done = subprocess.run(command, env=ENV, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 def test_usage_errors(kdctl):
