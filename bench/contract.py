@@ -103,7 +103,8 @@ def pairs(bench: Bench, torch: Torch, ceiling: float) -> list[Pair]:
             return best, weight / weight.sum(dim=1, keepdim=True)
 
         found.append(
-            Pair("route", f"{EXPERTS} x {HIDDEN}", rows, "torch, 6 kernels", own("route", rows, HIDDEN, EXPERTS, SLOTS, 0, calls=30),
+            Pair("route", f"{EXPERTS} x {HIDDEN}", rows, "torch, 6 kernels",
+                 own("route", rows, HIDDEN, EXPERTS, SLOTS, 0, calls=30),
                  lambda choose=choose: torch.us(lambda: torch.random(EXPERTS, HIDDEN, dtype="float32"), choose,
                                                 4 * EXPERTS * HIDDEN, 30))
         )  # fmt: skip
