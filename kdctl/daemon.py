@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from kdctl.model import ProgressLine
-from kdctl.output import DURATION, NOT_RUNNING, REFUSED, TIMEOUT, Failure, Settings, command
+from kdctl.output import DURATION, FAILED, NOT_RUNNING, REFUSED, TIMEOUT, Failure, Settings, command
 
 LOG_LINES_ON_FAILURE = 20
 MAX_LOG_BYTES = 64 << 20
@@ -150,6 +150,27 @@ def _checked(
     return _paths(settings, flags, config_file)
 
 
+def _inspected(config: Any, cwd: str) -> None:
+    """An error where a daemon of this configuration, started in `cwd`, could not load its model, as far as that is known
+    without its weights."""
+    if not config.model.path:
+        return
+    from kd.checkpoint import inspect
+    from kd.native import KdError, NativeError
+
+    draft = config.model.draft
+    try:
+        inspect(
+            os.path.join(cwd, config.model.path),
+            draft=draft if draft in ("auto", "none") else os.path.join(cwd, draft),
+            follow_links=config.model.follow_links,
+        )
+    except NativeError:
+        return  # there is nothing to look with: the start will tell
+    except KdError as error:
+        raise Failure(f"{error.message}; nothing was stopped", FAILED, error.name) from None
+
+
 def _start(
     settings: Settings,
     model: str | None,
@@ -183,12 +204,17 @@ def _start(
         arguments += ["--set", item]
     if config.origin("server.log_format") == "built-in":
         arguments += ["--log-format", "json"]  # this log is a file, read by programs as often as by people
+    before = paths.started.read_bytes() if paths.started.exists() else None
     child = spawn(settings, arguments, paths.log, cwd)
     _remember(paths.started, child.pid, model, config_file, options, cwd)
     data = {"pid": child.pid, "log": str(paths.log), "state": "starting", "model": None}
     if wait != "none":
         try:
             answer = wait_until(settings, child, paths.log, wait, timeout_s)
+        except Failure:
+            if before and child.poll() is not None:  # what has never served is nothing to start again
+                paths.started.write_bytes(before)
+            raise
         except (KeyboardInterrupt, SystemExit):
             settings.note(
                 f"kdctl: the daemon (pid {child.pid}) goes on without being waited for: `{settings.command('status')}` shows how "
@@ -339,9 +365,14 @@ def restart(
         model = model or same.get("model")
     kept = (item for item in same.get("set", ()) if not (model and item.startswith("model.path=")))
     options = (*kept, *options)
-    _checked(settings, model, config_file, options)
+    config, _ = _checked(settings, model, config_file, options)
     if runs:
-        _stop(settings, now, None)
+        _inspected(config, same.get("cwd") or os.getcwd())
+        try:
+            _stop(settings, now, None)
+        except (KeyboardInterrupt, SystemExit):
+            settings.note(f"kdctl: and it is not started again: `{settings.command('restart')}` does that")
+            raise
     if builder and not any(item.startswith("builder.name=") for item in options):
         settings.note(
             f"kdctl: builder {builder['builder']} was set by a command and is not kept: --set builder.name={builder['builder']} "

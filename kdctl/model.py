@@ -114,6 +114,8 @@ def load(
     if draft not in ("auto", "none"):
         draft = os.path.abspath(draft)
     progress, ident = ProgressLine(settings), os.urandom(16)
+    import zmq  # noqa: F401 (whole, before an interrupt is answered by sending something)
+
     try:
         answer = settings.client().load(
             path,

@@ -103,6 +103,16 @@ def test_restart_keeps_what_start_was_told(kdctl, place, library, nano, tmp_path
     for bad in ("engine.tp=3", "nonsense.x=1", "engine"):
         kdctl("restart", "--set", bad, code=2 if bad == "engine" else 78)
         assert words()[0] and kdctl("health").err == ""  # nothing was stopped for it
+    broken = tmp_path / "broken"
+    shutil.copytree(nano, broken)
+    (broken / "model.safetensors.index.json").write_text("[]")
+    for bad in (f"model.path={tmp_path / 'nowhere'}", f"model.path={broken}", f"model.draft={tmp_path / 'nowhere'}"):
+        assert "nothing was stopped" in kdctl("restart", "--set", bad, code=1).err
+        assert words()[0] and kdctl("health").err == ""
+    kdctl("stop", "--now")
+    kdctl("start", "--model", broken, code=1)
+    data = kdctl("restart", "-o", "json").json  # what has never served is not what is started again
+    assert data["model"] == str(nano) and threads_and_chunk() == ["1"]
     other = tmp_path / "other"
     shutil.copytree(nano, other)
     kdctl("load", "--replace", other)

@@ -141,6 +141,14 @@ def test_golden_json_is_checked(start, tmp_path):
     daemon = start({}, model=tmp_path, state=None)
     assert daemon.end() == 65
     assert "token 4" in daemon.log()
+    for key, ids, said in (
+        ("prompt_tokens", [1, 10**6], "prompt_tokens[1] is 1000000"),
+        ("tokens", [1] * 200_000, "context"),
+    ):
+        (tmp_path / "golden.json").write_text(json.dumps({**good, key: ids}))
+        daemon = start({}, model=tmp_path, state=None)
+        assert daemon.end() == 65
+        assert said in daemon.log()
     (tmp_path / "golden.json").write_text("[]")
     daemon = start({}, model=tmp_path, state=None)
     assert daemon.end() == 65

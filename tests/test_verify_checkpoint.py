@@ -143,6 +143,12 @@ def test_golden_json_of_another_folder(capsys, folder, key):
     assert any(f["file"] == "golden.json" and key in f["what"] for f in faults(capsys, folder))
 
 
+@pytest.mark.parametrize("key, ids", [("prompt_tokens", [1, 10**6]), ("tokens", [10**6]), ("tokens", [1] * 100_000)])
+def test_golden_json_of_a_larger_model(capsys, folder, key, ids):
+    edit(folder / "golden.json", lambda g: g.update({key: ids}))
+    assert any(f["file"] == "golden.json" and key in f["what"] for f in faults(capsys, folder))
+
+
 def test_files_that_golden_json_names(capsys, folder):
     edit(folder / "golden.json", lambda g: g["files"].update({"config.json": "0" * 64, "tiktoken.model": "1" * 64}))
     found = {f["file"]: f["what"] for f in faults(capsys, folder)}

@@ -282,7 +282,7 @@ def verify(
         _read(places, known, told, report, faults, progress)
         known.save()
         if golden:
-            _compare_golden(golden, places, draft, follow_links, bool(about), told, report, faults)
+            _compare_golden(golden, places, draft, follow_links, about, told, report, faults)
     if write and not faults:
         report["written"] = [str(place.write()) for place in places if place.written]
     return report | {"faults": [asdict(fault) for fault in faults]}
@@ -434,17 +434,20 @@ def _compare_golden(
     places: list[_Place],
     draft: str | Path,
     follow_links: bool,
-    readable: bool,
+    about: dict[str, Any],
     told: set[str],
     report: dict[str, Any],
     faults: list[Fault],
 ) -> None:
     report["compared"] += len(golden.files)
     faults += [Fault(name, "", -1, what) for name, what in golden.other_files(follow_links) if name not in told]
+    unfit = golden.unfit(about["target"]["vocab"], about["target"]["max_positions"]) if about else None
+    if unfit:
+        faults.append(Fault(GOLDEN, "", -1, unfit))
     packed = next((job.packed for job in places[0].weights if job.packed), None)
     if packed:
         target, content = packed.target_hash, packed.content_hash if packed.draft and draft == "auto" else None
-    elif not readable:
+    elif not about:
         return  # what is missing has been told
     else:
         target, content = _content(places, follow_links)

@@ -49,6 +49,22 @@ class Golden:
         except (OSError, BadJson) as error:
             raise GoldenError(f"{path} cannot be used ({why(error)}): mend it or remove it") from None
 
+    def unfit(self, vocab: int, positions: int) -> str | None:
+        """Why a model of so many ids and positions cannot give it, or None."""
+        for key, ids in (("prompt_tokens", self.prompt_tokens), ("tokens", self.tokens)):
+            for at, id in enumerate(ids):
+                if id >= vocab:
+                    return (
+                        f"{key}[{at}] is {id}, the model's ids are 0 .. {vocab - 1}: it is damaged or another model's, copy it "
+                        "again"
+                    )
+        if len(self.prompt_tokens) + len(self.tokens) > positions:
+            return (
+                f"prompt_tokens and tokens are {len(self.prompt_tokens)} and {len(self.tokens)} ids, more than the model's "
+                f"context of {positions}: it is damaged or another model's, copy it again"
+            )
+        return None
+
     def other_files(self, follow_links: bool = False) -> Iterator[tuple[str, str]]:
         """(name, what is wrong) of the files beside it that are not those it was made with."""
         for name, expected in self.files.items():

@@ -355,6 +355,9 @@ class Loader:
             self.d.log.warning(
                 "golden.json knows no drafter from elsewhere: only the target is compared", draft=source.draft
             )
+        what = golden.unfit(info.vocab_size, info.max_positions)
+        if what:
+            raise ProtocolError("MODEL", f"{golden.path}: {what}")
         what = golden.other_weights(info.target_hash, info.content_hash if own else None)
         if what:
             raise ProtocolError("MODEL", f"{golden.path.parent}: {what}")
