@@ -124,3 +124,17 @@ def small3(tmp_path_factory) -> Path:
     import fake_model
 
     return fake_model.write_model(tmp_path_factory.mktemp("small3"), **fake_model.SMALL3)
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """Hashes that kdctl remembers are this test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="session")
+def originals(library, tmp_path_factory) -> dict[str, Path]:
+    """Folders with known hashes, to be copied (checkpoints.py)."""
+    from checkpoints import write_originals
+
+    return write_originals(library, tmp_path_factory.mktemp("originals"))

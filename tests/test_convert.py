@@ -11,22 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoints import TWO, edit, faults, flip, kdctl, write_originals
+from checkpoints import TWO, edit, faults, flip, kdctl
 from conftest import ROOT
 
 from kd import checkpoint
 from kd.convert import LOCK, convert
 from kdctl.__main__ import run
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="module")
-def originals(library, tmp_path_factory) -> dict[str, Path]:
-    return write_originals(library, tmp_path_factory.mktemp("originals"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture

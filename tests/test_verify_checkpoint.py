@@ -11,21 +11,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpoints import INDEX, PACKED, TWO, edit, faults, flip, header_of, kdctl, write_originals
+from checkpoints import INDEX, PACKED, TWO, edit, faults, flip, header_of, kdctl
 
 from kd import Engine, KdError, checkpoint, hashing
 from kd.convert import convert
 from kdctl.__main__ import run
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="module")
-def originals(library, tmp_path_factory) -> dict[str, Path]:
-    return write_originals(library, tmp_path_factory.mktemp("originals"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture(params=["published", "packed"])

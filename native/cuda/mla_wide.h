@@ -23,10 +23,10 @@ struct alignas(1024) WideShared {
     Box query[kBoxes];
     Box key[kWideStages][kBoxes];
     Box prob;
-    uint64_t full[kWideStages][kCopies];  // barriers: boxes have come
-    uint64_t empty[kWideStages];          // the warps that sum values are done with the keys,
-    uint64_t used;                        // and with the probabilities
-    float keep[kTileRows];                // what the step multiplies a row-head's sums by
+    Barrier full[kWideStages][kCopies];  // barriers: boxes have come
+    Barrier empty[kWideStages];          // the warps that sum values are done with the keys,
+    Barrier used;                        // and with the probabilities
+    float keep[kTileRows];               // what the step multiplies a row-head's sums by
     WidePlan plan;
 };
 static_assert(sizeof(WidePlanning) <= sizeof(WideShared::Box));
@@ -54,7 +54,7 @@ struct WideLoader {
         const unsigned stage = n % kWideStages;
         if (threadIdx.x % kWarp == 0) {
             for (int i = 0; i < kCopies; i++) {
-                barrier_expect(&s.full[stage][i], kBoxesCopied * kBoxBytes);
+                arrive_and_expect(&s.full[stage][i], kBoxesCopied * kBoxBytes);
                 copy_boxes(s.key[stage][i * kBoxesCopied], keys, y, i * kBoxesCopied, &s.full[stage][i]);
             }
         }
@@ -110,7 +110,7 @@ __device__ inline void wide_scores(WideShared& s, const WideJob& job) {
 #pragma unroll
             for (int b = 0; b < kBoxes; b++) {
                 if (b % kBoxesCopied == 0) {
-                    barrier_wait(&s.full[stage][b / kBoxesCopied], parity);
+                    wait_in_place(&s.full[stage][b / kBoxesCopied], parity);
                     products_begin();
                 }
                 const uint64_t from = matrix_at(s.query[b]), k = matrix_at(s.key[stage][b]);
@@ -130,7 +130,7 @@ __device__ inline void wide_scores(WideShared& s, const WideJob& job) {
                 row_head = start_queries(s, job, next, row_head);
             }
             // Values of the step before have been added, so their probabilities may go.
-            if (n > 0) barrier_wait(&s.used, (n - 1) % 2);
+            if (n > 0) wait_in_place(&s.used, (n - 1) % 2);
 
             uint32_t p[32 / 2];
             const int mine[2] = {have[0] - step * 64, have[1] - step * 64};  // keys of the step, a multiple of 16
@@ -258,11 +258,11 @@ __device__ inline void wide_values(WideShared& s, const WideJob& job, const CUte
             products_commit();
             products_wait<0>();
             __syncwarp();
-            if (lane % 4 == 0) barrier_arrive(&s.used);
+            if (lane % 4 == 0) arrive(&s.used);
             if (step * 64 + 64 >= keys) leave_parts(s.key[stage], s.plan, job, item, o, half);
-            if (lane == 0) barrier_arrive(&s.empty[stage]);
+            if (lane == 0) arrive(&s.empty[stage]);
             if (loads) {
-                barrier_wait(&s.empty[stage], n / kWideStages % 2);
+                wait_in_place(&s.empty[stage], n / kWideStages % 2);
                 loader.next(s, job, map, n + kWideStages);
             }
         }
@@ -276,11 +276,11 @@ __global__ __launch_bounds__(kWideThreads, 1) void fold_wide(const __grid_consta
     if (threadIdx.x == 0) {
         prefetch_map(keys);
         for (int i = 0; i < kWideStages; i++) {
-            for (int c = 0; c < kCopies; c++) barrier_init(&s.full[i][c], 1);
-            barrier_init(&s.empty[i], 2 * kWarpgroup / kWarp);
+            for (int c = 0; c < kCopies; c++) init_barrier(&s.full[i][c], 1);
+            init_barrier(&s.empty[i], 2 * kWarpgroup / kWarp);
         }
-        barrier_init(&s.used, 2 * kWarpgroup / 4);
-        barriers_made();
+        init_barrier(&s.used, 2 * kWarpgroup / 4);
+        show_barriers_to_copies();
     }
     wait_for_kernel_before();
     let_next_kernel_start();

@@ -10,6 +10,7 @@
 #include "launch.h"
 #include "mma.h"
 #include "moe_lists.h"
+#include "moe_slots.h"
 #include "moe_stream.h"
 #include "ops.h"
 #include "raw.h"
@@ -372,41 +373,6 @@ void product(T* to, RowsPtr x, int slots, const W4& w, const Lists& lists, int m
                                                                       kThreads, to, x, p);
 }
 
-// ---- the sum over slots ---------------------------------------------------------------------------------------------
-
-// y[r] += sum over slots, in their order, of weight * out of the pair. Floor: 4 bytes a pair and column, mostly in the
-// second-level cache, and y twice.
-template <bool kAligned>
-__global__ void __launch_bounds__(kThreads) add_slots(RowsPtr y, const float* out, const int32_t* chunk_of,
-                                                      const float* weight, Number n_rows, int slots, int width) {
-    wait_for_kernel_before();
-    let_next_kernel_start();
-    const int n = n_rows(), c = (blockIdx.x * kThreads + threadIdx.x) * 4;
-    if (c >= width) return;
-    for (int r = blockIdx.y; r < n; r += gridDim.y) {
-        float sum[4] = {};
-        for (int slot = 0; slot < slots; slot++) {
-            const int at = r * slots + slot;
-            if (chunk_of[at] < 0) continue;
-            const float w = weight[at];
-            const float4 v = *reinterpret_cast<const float4*>(out + static_cast<size_t>(at) * width + c);
-            sum[0] = __fmaf_rn(w, v.x, sum[0]);
-            sum[1] = __fmaf_rn(w, v.y, sum[1]);
-            sum[2] = __fmaf_rn(w, v.z, sum[2]);
-            sum[3] = __fmaf_rn(w, v.w, sum[3]);
-        }
-        bf16* const to = y[r] + c;
-        if constexpr (kAligned) {
-            const uint2 old = *reinterpret_cast<uint2*>(to);
-            *reinterpret_cast<uint2*>(to) = {pack_bf16(low_bf16(old.x) + sum[0], high_bf16(old.x) + sum[1]),
-                                             pack_bf16(low_bf16(old.y) + sum[2], high_bf16(old.y) + sum[3])};
-        } else {
-#pragma unroll
-            for (int i = 0; i < 4; i++) to[i] = __float2bfloat16_rn(__bfloat162float(to[i]) + sum[i]);
-        }
-    }
-}
-
 }  // namespace
 
 void moe(Rows y, Rows h, Dev<int32_t> expert, Dev<float> weight, const Experts& w, Count n_rows, const Shape& s) {
@@ -434,10 +400,10 @@ void moe(Rows y, Rows h, Dev<int32_t> expert, Dev<float> weight, const Experts& 
     product<false, true, false>(outs, RowsPtr{acts, inter}, 1, w.down, lists, most);
 
     // Blocks go over several rows where there are many: rows that are not there cost nothing.
-    const dim3 grid(static_cast<unsigned>(ceil_div(hidden, 4 * kThreads)),
+    const dim3 grid(static_cast<unsigned>(ceil_div(hidden, 4 * kSlotsThreads)),
                     static_cast<unsigned>(std::min(n_rows.most, 64)));
     const auto add = [&]<bool kAligned>() {
-        launch_as<add_slots<kAligned>>({.early = true}, grid, kThreads, raw(y), outs, lists.chunk_of, raw(weight),
+        launch_as<add_slots<kAligned>>({.early = true}, grid, kSlotsThreads, raw(y), outs, lists.chunk_of, raw(weight),
                                        number(n_rows), slots, hidden);
     };
     aligned16(y) ? add.template operator()<true>() : add.template operator()<false>();

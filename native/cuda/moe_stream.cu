@@ -22,6 +22,7 @@
 
 #include "error.h"
 #include "launch.h"
+#include "moe_slots.h"
 #include "moe_stream_room.h"
 #include "w4_math.h"
 
@@ -380,36 +381,6 @@ __global__ void __launch_bounds__(kThreads, 1) stream_kernel(const __grid_consta
     }
 }
 
-// ---- the sum over slots of many rows ------------------------------------------------------------------------------------
-
-constexpr int kAddThreads = 256;
-
-// y[r] += sum over slots, in their order, of weight * outs of the pair, as above. Floor: 4 bytes a pair and column, mostly
-// in the second-level cache, and y twice.
-__global__ void __launch_bounds__(kAddThreads)
-    add_slots_kernel(RowsPtr y, const float* outs, const int32_t* chunk_of, const float* weight, Number n_rows,
-                     int slots, int width) {
-    wait_for_kernel_before();
-    let_next_kernel_start();
-    const int n = n_rows(), c = (blockIdx.x * kAddThreads + threadIdx.x) * 4;
-    if (c >= width) return;
-    for (int r = blockIdx.y; r < n; r += gridDim.y) {
-        float sum[4] = {};
-        for (int pair = r * slots; pair < (r + 1) * slots; pair++) {
-            if (chunk_of[pair] < 0) continue;
-            const float w = weight[pair];
-            const float4 v = *reinterpret_cast<const float4*>(outs + static_cast<size_t>(pair) * width + c);
-            sum[0] = __fmaf_rn(w, v.x, sum[0]);
-            sum[1] = __fmaf_rn(w, v.y, sum[1]);
-            sum[2] = __fmaf_rn(w, v.z, sum[2]);
-            sum[3] = __fmaf_rn(w, v.w, sum[3]);
-        }
-        bf16* const to = y[r] + c;
-#pragma unroll
-        for (int i = 0; i < 4; i++) to[i] = __float2bfloat16_rn(__bfloat162float(to[i]) + sum[i]);
-    }
-}
-
 }  // namespace
 
 bool can_stream_experts(Rows h, const Experts& w) {
@@ -454,10 +425,10 @@ void stream_experts(Rows y, Rows h, const int32_t* expert, const float* weight, 
     if (few) return go.template operator()<true, false>();
     go.template operator()<false, true>();
     // Blocks go over several rows where there are many: rows that are not there cost nothing.
-    const dim3 grid(static_cast<unsigned>(ceil_div(hidden, 4 * kAddThreads)),
+    const dim3 grid(static_cast<unsigned>(ceil_div(hidden, 4 * kSlotsThreads)),
                     static_cast<unsigned>(std::min(n_rows.most, 64)));
-    launch_as<add_slots_kernel>({.early = true}, grid, kAddThreads, p.y, static_cast<const float*>(p.outs),
-                                p.lists.chunk_of, weight, p.n_rows, slots, hidden);
+    launch_as<kd::cuda::add_slots<false>>({.early = true}, grid, kSlotsThreads, p.y, static_cast<const float*>(p.outs),
+                                          p.lists.chunk_of, weight, p.n_rows, slots, hidden);
 }
 
 }  // namespace kd::cuda

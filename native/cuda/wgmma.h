@@ -1,4 +1,4 @@
-// What only sm_90 has: matrix products of a warpgroup out of shared memory, copies of whole boxes, barriers that count bytes.
+// What only sm_90 has: matrix products of a warpgroup out of shared memory, copies of whole boxes.
 // Without effect elsewhere: kernels that use it are launched on sm_90 alone.
 //
 // Rows of 64 bf16 (128 bytes) lie in shared memory 8 a kilobyte, aligned to it, with 16-byte pieces permuted: piece p of row r is
@@ -7,7 +7,7 @@
 
 #include <cuda.h>
 
-#include "mma.h"
+#include "bulk.h"
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define KD_HOPPER 1
@@ -19,33 +19,10 @@ namespace kd::cuda {
 
 constexpr int kWarpgroup = 128;  // threads
 
-// ---- barriers ----------------------------------------------------------------------------------------------------------
+// ---- barriers; those that count bytes are bulk.h's -------------------------------------------------------------------
 
-__device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
-#if KD_HOPPER
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
-#endif
-}
-// After barrier_init, before a copy may use the barrier; then a barrier of the block.
-__device__ __forceinline__ void barriers_made() {
-#if KD_HOPPER
-    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
-#endif
-}
-// Arrives, and makes the phase wait for so many bytes of copies.
-__device__ __forceinline__ void barrier_expect(uint64_t* barrier, int bytes) {
-#if KD_HOPPER
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(shared_address(barrier)), "r"(bytes)
-                 : "memory");
-#endif
-}
-__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
-#if KD_HOPPER
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(shared_address(barrier)) : "memory");
-#endif
-}
-// Until the phase of this parity (0 for the first) is over.
-__device__ __forceinline__ void barrier_wait(uint64_t* barrier, unsigned parity) {
+// wait(), its loop inside one statement: other machine code, and what attention has been proven and timed with.
+__device__ __forceinline__ void wait_in_place(Barrier* barrier, unsigned parity) {
 #if KD_HOPPER
     asm volatile(
         "{\n.reg .pred done;\nAGAIN:\n"
@@ -55,26 +32,18 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, unsigned parity)
         : "memory");
 #endif
 }
-// Barriers 1 .. 15 of the block, for some of its warps: those that wait, and those that need not.
-template <int kId, int kThreads>
-__device__ __forceinline__ void meet() {
-    asm volatile("bar.sync %0, %1;\n" ::"n"(kId), "n"(kThreads) : "memory");
-}
+// meet() for warps that need not wait for the others.
 template <int kId, int kThreads>
 __device__ __forceinline__ void announce() {
     asm volatile("bar.arrive %0, %1;\n" ::"n"(kId), "n"(kThreads) : "memory");
 }
 // What this thread wrote to shared memory is there for products and copies started after the next barrier.
-__device__ __forceinline__ void fence_for_products() {
-#if KD_HOPPER
-    asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
-#endif
-}
+__device__ __forceinline__ void fence_for_products() { leave_shared_memory_to_copies(); }
 
 // ---- copies ------------------------------------------------------------------------------------------------------------
 
 // Boxes of 64 columns of rows y .. y + 63, from box `first` on, as many as the map copies at once; the bytes count at `barrier`.
-__device__ __forceinline__ void copy_boxes(void* shared, const CUtensorMap& map, int y, int first, uint64_t* barrier) {
+__device__ __forceinline__ void copy_boxes(void* shared, const CUtensorMap& map, int y, int first, Barrier* barrier) {
 #if KD_HOPPER
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
