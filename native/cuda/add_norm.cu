@@ -288,13 +288,13 @@ void add_norm(Rows h, Dev<float> x, Rows y, Vec w, Count n_rows, int width, floa
     using namespace cuda;
     const AddNorm a{h, x, y, w, n_rows, width, eps};
     if (tp() == 1) return add_norm_alone(a);
+    const bool two_shots = n_rows.most >= two_shots_from();
+    if (waits_to_be_recorded()) peers(shown_bytes(n_rows.most, width, two_shots));
     switch (transport()) {
         case Transport::host: return meeting_on_the_host(a);
         case Transport::nccl: return through_nccl(a);
-        case Transport::peers: break;
+        case Transport::peers: add_norm_among(peers(shown_bytes(n_rows.most, width, two_shots)), a, two_shots);
     }
-    const bool two_shots = n_rows.most >= two_shots_from();
-    add_norm_among(peers(shown_bytes(n_rows.most, width, two_shots)), a, two_shots);
 }
 
 }  // namespace kd::ops

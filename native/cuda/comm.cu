@@ -6,12 +6,11 @@ namespace kd::cuda {
 
 namespace {
 
-constexpr int kSpins = 1000;  // of a rank's thread waiting for the others
-
 // Every rank's memory of `bytes`, by a meeting on the host.
-Shared tell_all(void* mine, size_t bytes, int turn) {
+Shared tell_all(void* mine, size_t bytes) {
     device::Context& c = bound();
     device::Group& g = c.group;
+    const uint32_t turn = c.told++ & 1;
     g.given[turn][c.rank] = {mine, bytes};
     if (g.tp > 1) g.meeting.arrive(c.rank, g.tp, kSpins);
     Shared all{};
@@ -32,7 +31,7 @@ Region& grown(Region& region, size_t bytes) {
     device::Context& c = bound();
     KD_CHECK(!c.recording);
     const size_t room = (bytes + bytes / 4 + 511) / 512 * 512;
-    const Shared all = tell_all(region.memory.get(room), room, c.told++ & 1);
+    const Shared all = tell_all(region.memory.get(room), room);
     for (int r = 0; r < c.group.tp; r++) region.of_rank[r] = const_cast<void*>(all.of_rank[r]);
     region.bytes = room;
     return region;
@@ -57,7 +56,14 @@ Shared all_of(const Region& region) {
 
 int rank() { return bound().rank; }
 int tp() { return bound().group.tp; }
-Transport transport() { return bound().group.transport; }
+Transport transport() {
+    const device::Context& c = bound();
+    return waits_to_be_recorded() ? Transport::host : c.group.transport;
+}
+bool waits_to_be_recorded() {
+    const device::Context& c = bound();
+    return c.group.transport == Transport::peers && !c.group.asked && !c.recording;
+}
 int most_waiting() { return bound().group.most_waiting; }
 int two_shots_from() { return bound().group.two_shots_from; }
 
@@ -85,7 +91,9 @@ Peers peers(size_t bytes) {
 
 void* share_buffer(size_t bytes) {
     device::Context& c = bound();
-    if (c.group.tp > 1 && c.group.transport == Transport::peers) {
+    if (c.group.tp > 1 && waits_to_be_recorded())
+        for (Region& region : c.shown) grown(region, bytes);
+    if (c.group.tp > 1 && transport() == Transport::peers) {
         void* const mine = grown(c.shown[c.turn & 1], bytes).of_rank[c.rank];
         meet_on_device();  // everybody has read what was there, however often this is played
         return mine;
@@ -98,7 +106,7 @@ void* share_buffer(size_t bytes) {
 Shared share_filled(size_t bytes) {
     device::Context& c = bound();
     device::Group& g = c.group;
-    if (g.tp > 1 && g.transport == Transport::peers) {
+    if (g.tp > 1 && transport() == Transport::peers) {
         meet_on_device();
         return all_of(c.shown[c.turn++ & 1]);
     }
@@ -112,7 +120,7 @@ Shared share_filled(size_t bytes) {
         return shared;
     }
     if (g.tp > 1) check(cudaEventRecord(c.filled[turn], c.stream), "cudaEventRecord");
-    const Shared all = tell_all(mine, bytes, static_cast<int>(turn));
+    const Shared all = tell_all(mine, bytes);
     for (int r = 0; r < g.tp; r++)
         if (r != c.rank)
             check(cudaStreamWaitEvent(c.stream, g.contexts[static_cast<size_t>(r)]->filled[turn]),

@@ -4,7 +4,9 @@
 //   host    a rank fills a buffer, records that on its stream and meets the others on the host; then its stream waits for
 //           theirs. Right anywhere where one GPU can read the other's memory, but a step cannot be recorded.
 //   peers   kernels meet in one another's memory (peers.h): what is shown is read once by every rank (one shot), or each rank
-//           adds a part up and shows the sums (two shots).
+//           adds a part up and shows the sums (two shots). Only in what is played from a record, unless it was asked for by name:
+//           a rank that allocates may wait for the GPUs, where another rank's kernel may wait for it already. Nothing is
+//           allocated for a record, so the first run of a step, like a prompt's, goes by way of the host.
 //   nccl    where GPUs cannot read one another's memory: NCCL moves the bytes. Not recorded.
 #pragma once
 
@@ -15,6 +17,8 @@
 #include "types.h"
 
 namespace kd::cuda {
+
+constexpr int kSpins = 1000;  // of a rank's thread waiting for the others
 
 int rank();  // of the bound context
 int tp();
@@ -37,6 +41,8 @@ int most_waiting();
 int two_shots_from();
 
 Transport transport();
+// Whether that is host for now only: memory that a record will need is to be asked for.
+bool waits_to_be_recorded();
 // With nccl; as in nccl.h. [collective]
 void all_to_all(void* mine, const void* parts, size_t bytes);
 void all_gather(void* all, const void* mine, size_t bytes);

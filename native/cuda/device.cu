@@ -180,6 +180,7 @@ void Group::choose_transport(const char* wanted, int used) {
     if (tp == 1) return;
     const std::string_view name = wanted ? wanted : "";
     const bool peers = name != "nccl" && open_peers(used), shared = used < tp;
+    asked = wanted != nullptr;
     if (name == "host" || name == "one_shot" || name == "two_shots") {
         if (!peers)
             fail(KD_E_DEVICE, "transport %s needs GPUs that can read each other's memory: give nccl, or none", wanted);
@@ -371,6 +372,8 @@ void replay_or_loop(uint64_t key, const std::function<void()>& body, bool loop) 
         Recording recording(c, loop);
         run_body(c, key, body);
         found->second = recording.finish();
+        // Making a record allocates, too: no rank plays its own before all have theirs.
+        if (c.group.tp > 1) c.group.meeting.arrive(c.rank, c.group.tp, cuda::kSpins);
     }
     cuda::check(cudaGraphLaunch(found->second, c.stream), "cudaGraphLaunch");
 }
