@@ -1,7 +1,8 @@
 """What lies between decode rounds: microseconds of a round on the device and of the gap to the next, by the device's clock, for
 rounds that follow one another there (a run) and for rounds the host launches one by one.
 
-    python bench/rounds.py [--device cuda] [--model FOLDER] [--streams 1,8,64] [--tokens 256] [--json FILE]
+    python bench/rounds.py [--device cuda] [--model FOLDER] [--tp 1] [--streams 1,8,64] [--tokens 256]
+                            [--json FILE]
 
 Uses the test library, which can be told how many rounds may follow one another; on the CPU, which is host and device at once,
 that is 1. A run also ends when a stream has 17 events that nobody has polled: with many streams this program is slower than a
@@ -56,6 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "nano")
+    parser.add_argument("--tp", type=int, default=1, help="ranks; on CUDA each on a GPU of its own")
     parser.add_argument("--streams", default="1,8,64")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--json", type=Path)
@@ -63,7 +65,7 @@ def main() -> None:
     subprocess.run([ROOT / "build" / "make.sh", {"cpu": "test", "cuda": "cuda-test"}[args.device]], check=True)
     library = ROOT / "build" / "out" / f"libkd_{args.device}_test.so"
     probe, rows = ctypes.CDLL(str(library)), []
-    with kd.Engine(args.model, device=args.device, library=library, max_nodes=32) as engine:
+    with kd.Engine(args.model, device=args.device, library=library, tp=args.tp, max_nodes=32) as engine:
         handle = ctypes.c_void_p(int(ffi.cast("uintptr_t", engine._handle)))
         print(f"{'streams':>8} {'builder':>10} {'at once':>8} {'tokens/s':>9} {'rounds':>7} {'round us':>9} {'gap us':>7} "
               f"{'after launch':>13} {'gap us':>7}")  # fmt: skip
@@ -79,7 +81,7 @@ def main() -> None:
                           f"{best['launch_gaps']:13} {best['launch_gap_us']:7.1f}", flush=True)  # fmt: skip
     if args.json:
         args.json.write_text(
-            json.dumps({"model": args.model.name, "tokens": args.tokens, "rows": rows}, indent=1) + "\n"
+            json.dumps({"model": args.model.name, "tp": args.tp, "tokens": args.tokens, "rows": rows}, indent=1) + "\n"
         )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from backend import DEVICE
+from backend import DEVICE, gpus
 from daemons import Daemon, until
 
 import kd
@@ -20,7 +20,8 @@ from kd.client import KdClientError
 from kd.native import constants, ffi
 from kd.steps import Ranks, last_words
 
-TP = 8
+# Ranks of a daemon and the one that breaks. Eight share a GPU; two have one each.
+RANKS = [(8, 0), (8, 5), *([(2, 0), (2, 1)] if DEVICE == "cuda" else [])]
 EXCEPTION, BROKEN_DEVICE, SEGFAULT, HANG = range(4)
 SECONDS = 5.0  # from the fault to the end of the process
 
@@ -29,11 +30,13 @@ SECONDS = 5.0  # from the fault to the end of the process
 def start(tmp_path, test_library, small3):
     made: list[Daemon] = []
 
-    def make() -> Daemon:
+    def make(tp: int = 8) -> Daemon:
+        if DEVICE == "cuda" and tp == 2 and gpus() < tp:
+            pytest.skip("ranks on GPUs of their own need a second GPU")
         settings = {
             "engine.device": DEVICE,
-            "engine.tp": TP,
-            "engine.share_devices": DEVICE == "cuda",
+            "engine.tp": tp,
+            "engine.share_devices": DEVICE == "cuda" and tp == 8,
             "builder.name": "heap",
         }
         args = [part for key, value in settings.items() for part in ("--set", f"{key}={str(value).lower()}")]
@@ -76,8 +79,8 @@ def break_rank(daemon: Daemon, rank: int, fault: int) -> tuple[int, str, float]:
     return status, how, took
 
 
-def starts_again(start) -> Daemon:
-    again = start()
+def starts_again(start, tp: int) -> Daemon:
+    again = start(tp)
     assert not (again.place / "t" / "steps").stat().st_size == 0
     with again.client() as client:
         assert client.generate([1, 2, 3], max_tokens=8).finish == "length"
@@ -90,10 +93,10 @@ def told(daemon: Daemon, level: str) -> list[str]:
     return [" ".join([r["message"], r.get("reason", "")]).strip() for r in daemon.records() if r["level"] == level]
 
 
-@pytest.mark.parametrize("rank", [0, 5])
+@pytest.mark.parametrize("tp, rank", RANKS)
 @pytest.mark.parametrize("fault", [EXCEPTION, BROKEN_DEVICE, HANG], ids=["exception", "device", "hang"])
-def test_one_message_names_rank_and_step(start, rank, fault):
-    daemon = start()
+def test_one_message_names_rank_and_step(start, tp, rank, fault):
+    daemon = start(tp)
     status, how, took = break_rank(daemon, rank, fault)
     assert status == 70
     assert how in ("error FATAL|error FATAL|error FATAL", "CLOSED", "LOST")
@@ -101,18 +104,18 @@ def test_one_message_names_rank_and_step(start, rank, fault):
     assert re.search(rf"\brank {rank}\b.* in step \d+ \(verify\)", message), message
     assert ("server.rank_stall_timeout_ms" in message) == (fault == HANG)
     assert took < SECONDS
-    assert not [m for m in told(starts_again(start), "warning") if "before this one" in m]
+    assert not [m for m in told(starts_again(start, tp), "warning") if "before this one" in m]
 
 
-@pytest.mark.parametrize("rank", [0, 5])
-def test_after_sigsegv_the_next_start_names_thread_rank_and_step(start, rank):
-    daemon = start()
+@pytest.mark.parametrize("tp, rank", RANKS)
+def test_after_sigsegv_the_next_start_names_thread_rank_and_step(start, tp, rank):
+    daemon = start(tp)
     status, _, took = break_rank(daemon, rank, SEGFAULT)
     assert status == -signal.SIGSEGV
     assert took < SECONDS
     assert "Fatal Python error: Segmentation fault" in daemon.log()
     assert not told(daemon, "error")
-    [words] = [m for m in told(starts_again(start), "warning") if "before this one" in m]
+    [words] = [m for m in told(starts_again(start, tp), "warning") if "before this one" in m]
     thread = f"kd-rank-{rank}" if rank else "kd-engine"
     assert re.search(
         rf"\(process {daemon.process.pid}\) died of SIGSEGV in thread {thread}, rank {rank} in step \d+ \(verify\)",
@@ -124,7 +127,7 @@ def test_a_signal_that_another_process_sends_ends_it_too(start):
     """It does not recur, as a fault does."""
     daemon = start()
     assert daemon.end(signal.SIGSEGV) == -signal.SIGSEGV
-    [words] = [m for m in told(starts_again(start), "warning") if "before this one" in m]
+    [words] = [m for m in told(starts_again(start, 8), "warning") if "before this one" in m]
     assert f"(process {daemon.process.pid}) died of SIGSEGV" in words
 
 
