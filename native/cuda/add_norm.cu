@@ -1,6 +1,7 @@
 // The all-reduce of a model, with what always follows it: x += sum over the ranks of y, in rank order, h = norm(x). The sum is
 // fp32 and goes into the fp32 residual stream unrounded, so all transports give the same bits. Bound by memory: a row of 7,168
-// is 14 KB of y and h and twice 28 KB of x; over NVLink by the time of a flag's way there and back, about 2 us.
+// is 14 KB of y and h and twice 28 KB of x. Over NVLink by the time of a word's way to the other GPU, about 1 us, and by the
+// bytes sent: (ranks - 1) * 14 KB a row in one shot, in two (ranks - 1) / ranks * (14 KB + 28 KB of sums).
 #include "add_norm.h"
 
 #include "comm.h"
@@ -11,27 +12,6 @@
 namespace kd::cuda {
 
 namespace {
-
-// Elements i .. i + 7 of the sum of row_of(rank) of `ranks` ranks, at most kRanks. As many rows are asked for at once as fit into
-// registers on every architecture.
-template <bool kVector, int kRanks, class RowOf>
-__device__ __forceinline__ Piece sum_of_ranks(RowOf row_of, int ranks, int i, int width) {
-    constexpr int kAtOnce = kRanks == 4 && kVector ? 4 : 2;
-    Piece total;
-#pragma unroll
-    for (int first = 0; first < kRanks; first += kAtOnce) {
-        Piece part[kAtOnce];
-#pragma unroll
-        for (int k = 0; k < kAtOnce; k++)
-            if (first + k < ranks) part[k] = read_piece<kVector>(row_of(first + k), i, width);
-#pragma unroll
-        for (int k = 0; k < kAtOnce; k++)
-            if (first + k < ranks)
-#pragma unroll
-                for (int j = 0; j < kPiece; j++) total.v[j] = first + k == 0 ? part[k].v[j] : total.v[j] + part[k].v[j];
-    }
-    return total;
-}
 
 struct Result {
     RowsPtr h;
@@ -87,80 +67,176 @@ __global__ void __launch_bounds__(kThreads, 1)
     finish_row(norm, to, r, sum);
 }
 
-// ---- peers: one kernel that meets ------------------------------------------------------------------------------------------
+// ---- peers: one kernel that sends and takes (peers.h) ----------------------------------------------------------------------
 
-// Pieces of a row that a rank adds up where there are two shots: first_piece(rank) .. first_piece(rank + 1) - 1.
-__host__ __device__ constexpr int first_piece(int rank, int ranks, int pieces) { return pieces * rank / ranks; }
-__host__ __device__ constexpr int rank_of_piece(int piece, int ranks, int pieces) {
-    return ((piece + 1) * ranks - 1) / pieces;
-}
+// Where ranks put what they send, in a half of each rank's memory: for each sending rank its parts, then its sums. In one shot a
+// part is all of a row and nobody sends sums. In two, a rank is sent those pieces of a row that it adds up, and sends the sums.
+struct Places {
+    int most;    // rows
+    int pieces;  // of a row
+    int share;   // most of them that a rank adds up; 0: one shot
 
-// What a rank shows: its rows [most][stride], then, where there are two shots, sums of its pieces [most][stride].
-struct Shown {
-    int most, stride;
-    __host__ __device__ size_t rows_bytes() const { return static_cast<size_t>(most) * stride * sizeof(bf16); }
-    __host__ __device__ size_t sums_bytes() const { return static_cast<size_t>(most) * stride * sizeof(float); }
+    __host__ __device__ int first(int rank, int ranks) const { return pieces * rank / ranks; }
+    __host__ __device__ int owner(int piece, int ranks) const { return ((piece + 1) * ranks - 1) / pieces; }
+    __host__ __device__ size_t of_rank() const {
+        return static_cast<size_t>(most) * (share ? 3 * share : pieces) * sizeof(uint4);
+    }
+    __device__ uint4* parts(char* half, int from, int r) const {
+        return reinterpret_cast<uint4*>(half + from * of_rank()) + static_cast<size_t>(r) * (share ? share : pieces);
+    }
+    __device__ uint4* sums(char* half, int from, int r) const {  // two a piece
+        return reinterpret_cast<uint4*>(half + from * of_rank()) + static_cast<size_t>(most + 2 * r) * share;
+    }
 };
 
+// Bits of elements i .. i + 7; those past the row are 0.
+template <bool kVector>
+__device__ __forceinline__ uint4 read_bits(const bf16* row, int i, int width) {
+    if constexpr (kVector) return load16(row + i);
+    const uint16_t* bits = reinterpret_cast<const uint16_t*>(row);
+    const auto pair = [&](int j) {
+        const uint32_t low = j < width ? bits[j] : 0, high = j + 1 < width ? bits[j + 1] : 0;
+        return low | high << 16;
+    };
+    return make_uint4(pair(i), pair(i + 2), pair(i + 4), pair(i + 6));
+}
+
 template <bool kVector, int kThreads, int kRanks, bool kTwoShots>
-__global__ void __launch_bounds__(kThreads, 1) meet_add_norm_kernel(const __grid_constant__ Result to, RowsPtr y,
-                                                                    const __grid_constant__ Peers peers, Shown shown) {
-    prefetch_row(to.w, to.width);
+__global__ void __launch_bounds__(kThreads, 1)
+    all_reduce_norm_kernel(const __grid_constant__ Result to, RowsPtr y, const __grid_constant__ Peers peers,
+                           const __grid_constant__ Places places) {
+    constexpr bool kFew = kRanks == 2;  // so few that registers last for pieces that are waited for together
+    const int width = to.width, ranks = peers.ranks, me = peers.rank, step = gridDim.x;
+    Norm<kVector, kThreads, false> norm(to.w, width);
+    prefetch_row(to.w, width);
     wait_for_kernel_before();
     let_next_kernel_start();
     const uint32_t turn = peers.next_turn();
-    const int rows = to.n_rows(), width = to.width, step = gridDim.x;
-    const auto part_of = [&](int rank, int r) {
-        return rank == peers.rank ? y[r] : peers.shown<bf16>(rank, turn) + static_cast<size_t>(r) * shown.stride;
-    };
-    const auto add_row = [&](int r, auto total) {
-        float* const x = to.x_row(r);
-        Norm<kVector, kThreads, false> norm(to.w, width);
-        const auto add = [&](int i) {
-            const Piece more = total(i), sum = read_piece<kVector>(x, i, width) + more;
-            write_piece<kVector>(x, i, width, sum);
-            return sum;
-        };
-        norm.ask(add);
-        norm.finish(
-            to.h[r], to.eps, add, [](int, const Piece&) {}, [&](int i) { return read_piece<kVector>(x, i, width); });
-    };
-    const auto sums_of = [&](int rank, int r) {
-        return reinterpret_cast<float*>(peers.shown<char>(rank, turn) + shown.rows_bytes()) +
-               static_cast<size_t>(r) * shown.stride;
-    };
-    if (static_cast<int>(blockIdx.x) < rows || blockIdx.x == 0) {
-        for (int r = blockIdx.x; r < rows; r += step) {
-            prefetch_row(to.x_row(r), width);  // comes while the ranks meet
-            copy_bits<kVector>(peers.shown<bf16>(peers.rank, turn) + static_cast<size_t>(r) * shown.stride, y[r],
-                               width);
-        }
-        bool here = meet(peers, 0, turn);
-        if constexpr (kTwoShots) {
-            const int pieces = (width + kPiece - 1) / kPiece;
-            if (here)
-                for (int r = blockIdx.x; r < rows; r += step) {
-                    const auto row_of = [&](int rank) { return part_of(rank, r); };
-                    const int end = first_piece(peers.rank + 1, peers.ranks, pieces);
-                    for (int q = first_piece(peers.rank, peers.ranks, pieces) + threadIdx.x; q < end; q += kThreads)
-                        write_piece<true>(sums_of(peers.rank, r), q * kPiece, shown.stride,
-                                          sum_of_ranks<kVector, kRanks>(row_of, peers.ranks, q * kPiece, width));
-                }
-            here = meet(peers, 1, turn) && here;
-            if (here)
-                for (int r = blockIdx.x; r < rows; r += step)
-                    add_row(r, [&](int i) {
-                        const int owner = rank_of_piece(i / kPiece, peers.ranks, pieces);
-                        return read_piece<true>(sums_of(owner, r), i, shown.stride);
-                    });
-        } else if (here) {
-            for (int r = blockIdx.x; r < rows; r += step) {
-                const auto row_of = [&](int rank) { return part_of(rank, r); };
-                add_row(r, [&](int i) { return sum_of_ranks<kVector, kRanks>(row_of, peers.ranks, i, width); });
+    const int rows = to.n_rows();
+    char* const mine = peers.half_of(me, turn);
+
+#pragma unroll 1
+    for (int r = blockIdx.x; r < rows; r += step) {
+        for (int q = threadIdx.x; q < places.pieces; q += kThreads) {
+            const uint4 bits = read_bits<kVector>(y[r], q * kPiece, width);
+            if constexpr (kTwoShots) {
+                const int owner = places.owner(q, ranks);
+                if (owner != me)
+                    send(places.parts(peers.half_of(owner, turn), me, r) + q - places.first(owner, ranks), bits);
+            } else {
+#pragma unroll
+                for (int k = 0; k < kRanks; k++)
+                    if (k < ranks && k != me) send(places.parts(peers.half_of(k, turn), me, r) + q, bits);
             }
         }
+        prefetch_row(to.x_row(r), width);
     }
-    leave(peers, turn);
+    __syncthreads();
+    const bool last = threadIdx.x == 0 && last_to_ask(peers);
+
+    // The sum in rank order of pieces q[..] of row r, which the others sent to places 0 .. of `at`; a piece < 0 is not there.
+    const auto sums_of = [&]<int kN>(Piece(&total)[kN], const int (&q)[kN], int r, int at) {
+        constexpr int kFrom =
+            kFew ? 1 : kRanks;  // places a piece: the other's, or each rank's, of which mine stays empty
+        const auto rank_of = [&](int i) { return kFew ? 1 - me : i % kFrom; };
+        uint4 got[kN * kFrom];
+        const auto place = [&](int i) {
+            const int c = i / kFrom, k = rank_of(i);
+            return q[c] >= 0 && k < ranks && k != me ? places.parts(mine, k, r) + q[c] - at : nullptr;
+        };
+        take(got, place, peers, turn, rank_of);
+#pragma unroll
+        for (int c = 0; c < kN; c++) {
+            if (q[c] < 0) continue;
+            const uint4 own = read_bits<kVector>(y[r], q[c] * kPiece, width);
+#pragma unroll
+            for (int k = 0; k < kRanks; k++)
+                if (k < ranks) {
+                    const Piece part = piece_of(k == me ? own : got[c * kFrom + (kFew ? 0 : k)]);
+                    total[c] = k == 0 ? part : total[c] + part;
+                }
+        }
+    };
+
+    if constexpr (kTwoShots) {
+        const int begin = places.first(me, ranks), end = places.first(me + 1, ranks);
+        for (int r = blockIdx.x; r < rows; r += step)
+            for (int q = begin + threadIdx.x; q < end; q += kThreads) {
+                Piece total[1];
+                sums_of(total, {q}, r, begin);
+                const float* const v = total[0].v;
+#pragma unroll
+                for (int k = 0; k < kRanks; k++)
+                    if (k < ranks) {
+                        uint4* const there = places.sums(peers.half_of(k, turn), me, r) + 2 * (q - begin);
+                        send(there, words_of(v));
+                        send(there + 1, words_of(v + 4));
+                    }
+            }
+    }
+
+    // The sums of pieces of row r that whoever adds them up has sent.
+    const auto sent_sums = [&]<int kN>(Piece(&total)[kN], const int (&q)[kN], int r) {
+        uint4 got[2 * kN];
+        const auto owner = [&](int i) { return places.owner(q[i / 2], ranks); };
+        const auto place = [&](int i) {
+            const int piece = q[i / 2], from = owner(i);
+            return piece >= 0 ? places.sums(mine, from, r) + 2 * (piece - places.first(from, ranks)) + i % 2 : nullptr;
+        };
+        take(got, place, peers, turn, owner);
+#pragma unroll
+        for (int c = 0; c < kN; c++) total[c] = piece_of(got[2 * c], got[2 * c + 1]);
+    };
+
+#pragma unroll 1
+    for (int r = blockIdx.x; r < rows; r += step) {
+        float* const x = to.x_row(r);
+        const auto add = [&]<int kN>(Piece(&sum)[kN], const int (&q)[kN]) {
+            Piece before[kN], total[kN];
+#pragma unroll
+            for (int c = 0; c < kN; c++)
+                if (q[c] >= 0) before[c] = read_piece<kVector>(x, q[c] * kPiece, width);
+            if constexpr (kTwoShots)
+                sent_sums(total, q, r);
+            else
+                sums_of(total, q, r, 0);
+#pragma unroll
+            for (int c = 0; c < kN; c++)
+                if (q[c] >= 0) {
+                    sum[c] = before[c] + total[c];
+                    write_piece<kVector>(x, q[c] * kPiece, width, sum[c]);
+                }
+        };
+        const auto piece = [&](int c) {
+            const int q = static_cast<int>(threadIdx.x) + c * kThreads;
+            return q < places.pieces ? q : -1;
+        };
+        if constexpr (kFew) {
+            add(norm.kept, {piece(0), piece(1)});
+        } else {
+#pragma unroll
+            for (int c = 0; c < kKept; c++) {
+                Piece sum[1];
+                add(sum, {piece(c)});
+                norm.kept[c] = sum[0];
+            }
+        }
+        const auto beyond = [&](int i) {
+            Piece sum[1];
+            add(sum, {i / kPiece});
+            return sum[0];
+        };
+        norm.finish(
+            to.h[r], to.eps, beyond, [](int, const Piece&) {}, [&](int i) { return read_piece<kVector>(x, i, width); });
+    }
+
+    if (rows == 0 && blockIdx.x == 0 && static_cast<int>(threadIdx.x) < ranks && static_cast<int>(threadIdx.x) != me) {
+        const int peer = threadIdx.x;
+        send(places.parts(peers.half_of(peer, turn), me, 0), {});
+        uint4 nothing[1];
+        take(nothing, [&](int) { return places.parts(mine, peer, 0); }, peers, turn, [&](int) { return peer; });
+    }
+    if (last) ended_here(peers, turn);
 }
 
 // ---- nccl: the rows of each rank are added up by that rank -----------------------------------------------------------------
@@ -211,7 +287,10 @@ void by_shape(bool aligned, int width, Go go) {
 Result result(const AddNorm& a) { return {raw(a.h), raw(a.x), raw(a.w), a.width, a.eps, number(a.n_rows)}; }
 bool aligned(const AddNorm& a) { return aligned16(a.h) && aligned16(a.x) && aligned16(a.w); }
 
-Shown shown_by(int rows, int width) { return {rows, (width + kPiece - 1) / kPiece * kPiece}; }
+Places places_of(int rows, int width, int ranks, bool two_shots) {
+    const int pieces = (width + kPiece - 1) / kPiece;
+    return {std::max(rows, 1), pieces, two_shots ? (pieces + ranks - 1) / ranks : 0};
+}
 
 void add_parts(const AddNorm& a, const PartsOfRanks& parts, int ranks, bool parts_aligned) {
     by_shape(aligned(a) && parts_aligned, a.width, [&]<bool kVector, int kThreads>() {
@@ -256,17 +335,17 @@ void through_nccl(const AddNorm& a) {
 
 void add_norm_alone(const AddNorm& a) { add_parts(a, {{raw(a.y)}}, 1, aligned16(a.y)); }
 
-size_t shown_bytes(int rows, int width, bool two_shots) {
-    const Shown shown = shown_by(rows, width);
-    return shown.rows_bytes() + (two_shots ? shown.sums_bytes() : 0);
+size_t sent_bytes(int rows, int width, int ranks, bool two_shots) {
+    return places_of(rows, width, ranks, two_shots).of_rank() * static_cast<size_t>(ranks);
 }
 
 void add_norm_among(const Peers& peers, const AddNorm& a, bool two_shots) {
     const int blocks = std::max(1, std::min(a.n_rows.most, most_waiting()));
     by_shape(aligned(a) && aligned16(a.y), a.width, [&]<bool kVector, int kThreads>() {
         const auto go = [&]<int kRanks, bool kTwoShots>() {
-            launch_as<meet_add_norm_kernel<kVector, kThreads, kRanks, kTwoShots>>(
-                {.early = true}, blocks, kThreads, result(a), raw(a.y), peers, shown_by(a.n_rows.most, a.width));
+            launch_as<all_reduce_norm_kernel<kVector, kThreads, kRanks, kTwoShots>>(
+                {.early = true}, blocks, kThreads, result(a), raw(a.y), peers,
+                places_of(a.n_rows.most, a.width, peers.ranks, two_shots));
         };
         const auto by_shots = [&]<int kRanks>() {
             two_shots ? go.template operator()<kRanks, true>() : go.template operator()<kRanks, false>();
@@ -289,11 +368,12 @@ void add_norm(Rows h, Dev<float> x, Rows y, Vec w, Count n_rows, int width, floa
     const AddNorm a{h, x, y, w, n_rows, width, eps};
     if (tp() == 1) return add_norm_alone(a);
     const bool two_shots = n_rows.most >= two_shots_from();
-    if (waits_to_be_recorded()) peers(shown_bytes(n_rows.most, width, two_shots));
+    const size_t bytes = sent_bytes(n_rows.most, width, tp(), two_shots);
+    if (waits_to_be_recorded()) peers(bytes);
     switch (transport()) {
         case Transport::host: return meeting_on_the_host(a);
         case Transport::nccl: return through_nccl(a);
-        case Transport::peers: add_norm_among(peers(shown_bytes(n_rows.most, width, two_shots)), a, two_shots);
+        case Transport::peers: add_norm_among(peers(bytes), a, two_shots);
     }
 }
 

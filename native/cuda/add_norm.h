@@ -22,8 +22,8 @@ struct AddNorm {
 // y is the sum already.
 void add_norm_alone(const AddNorm& a);
 
-// Among peers, in one shot or two; `peers` shows at least shown_bytes(). [collective]
-size_t shown_bytes(int rows, int width, bool two_shots);
+// Among peers, in one shot or two; a half of their memory has at least sent_bytes(). [collective]
+size_t sent_bytes(int rows, int width, int ranks, bool two_shots);
 void add_norm_among(const Peers& peers, const AddNorm& a, bool two_shots);
 
 }  // namespace kd::cuda

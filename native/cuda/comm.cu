@@ -25,13 +25,16 @@ Shared tell_all(void* mine, size_t bytes) {
     return all;
 }
 
-// The region with room for `bytes`. What was recorded with a smaller one goes on using that.
-Region& grown(Region& region, size_t bytes) {
+// The region with room for `bytes`, each of them `value` when new. What was recorded with a smaller one goes on using that.
+Region& grown(Region& region, size_t bytes, int value) {
     if (bytes <= region.bytes) return region;
     device::Context& c = bound();
     KD_CHECK(!c.recording);
     const size_t room = (bytes + bytes / 4 + 511) / 512 * 512;
-    const Shared all = tell_all(region.memory.get(room), room);
+    void* const mine = region.memory.get(room);
+    check(cudaMemsetAsync(mine, value, room, c.stream), "cudaMemset");
+    check(cudaStreamSynchronize(c.stream), "cudaMemset");  // before others write there
+    const Shared all = tell_all(mine, room);
     for (int r = 0; r < c.group.tp; r++) region.of_rank[r] = const_cast<void*>(all.of_rank[r]);
     region.bytes = room;
     return region;
@@ -39,8 +42,8 @@ Region& grown(Region& region, size_t bytes) {
 
 __global__ void meet_kernel(const __grid_constant__ Peers p) {
     const uint32_t turn = p.next_turn();
-    meet(p, 0, turn);
-    leave(p, turn);
+    meet(p, turn);
+    if (threadIdx.x == 0) ended_here(p, turn);
 }
 
 // Work of every rank given before is done before work of any rank given after begins.
@@ -81,7 +84,7 @@ Peers peers(size_t bytes) {
     device::Group& g = c.group;
     Peers p{c.rank, g.tp, {}, {}, 0, g.word};
     if (bytes) {
-        const Region& region = grown(c.met, 2 * ((bytes + 255) / 256 * 256));
+        const Region& region = grown(c.met, 2 * ((bytes + 255) / 256 * 256), 0xff);  // kNothing
         p.half = region.bytes / 2;
         for (int r = 0; r < g.tp; r++) p.memory[r] = static_cast<char*>(region.of_rank[r]);
     }
@@ -92,9 +95,9 @@ Peers peers(size_t bytes) {
 void* share_buffer(size_t bytes) {
     device::Context& c = bound();
     if (c.group.tp > 1 && waits_to_be_recorded())
-        for (Region& region : c.shown) grown(region, bytes);
+        for (Region& region : c.shown) grown(region, bytes, 0);
     if (c.group.tp > 1 && transport() == Transport::peers) {
-        void* const mine = grown(c.shown[c.turn & 1], bytes).of_rank[c.rank];
+        void* const mine = grown(c.shown[c.turn & 1], bytes, 0).of_rank[c.rank];
         meet_on_device();  // everybody has read what was there, however often this is played
         return mine;
     }

@@ -204,7 +204,7 @@ void Group::choose_transport(const char* wanted, int used) {
     // Two shots move fewer bytes only from four ranks on. 32 rows of 14 KB: where eight ranks' traffic was as fast either way.
     two_shots_from = name == "one_shot" ? kNever : name == "two_shots" ? 0 : tp > 2 ? 32 : kNever;
     const int ranks_a_device = (tp + used - 1) / used;
-    most_waiting = cuda::kMostBlocks;
+    most_waiting = contexts.front()->processors / ranks_a_device;
     for (const auto& c : contexts) {
         most_waiting = std::min(most_waiting, c->processors / ranks_a_device);
         if (shared) c->overlaps = false;  // kernels that are early may hold the places another rank's kernel needs

@@ -270,10 +270,10 @@ __global__ void __launch_bounds__(kEndThreads)
     if constexpr (kPeers) {
         const uint32_t turn = peers.next_turn();
         if (thread == 0 && peers.rank == 0) peers.box[0]->again = again;
-        const bool here = meet(peers, 0, turn);
-        again = here && *static_cast<const volatile uint32_t*>(&peers.box[0]->again);
-        leave(peers, turn);
+        const bool here = meet(peers, turn);
         if (thread != 0) return;
+        again = here && *static_cast<const volatile uint32_t*>(&peers.box[0]->again);
+        ended_here(peers, turn);
     }
     if (loop) cudaGraphSetConditional(loop, again);
     run.marks[1] = 0;

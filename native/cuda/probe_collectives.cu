@@ -49,11 +49,6 @@ void* communicator() {
     return all[static_cast<size_t>(c.rank)];
 }
 
-// The same rank's words of `box`, as if it were the mailbox of the k-th of seven: there, come[..][0] of ours is come[..][k].
-Mailbox* shifted(Mailbox* box, int k) {
-    return reinterpret_cast<Mailbox*>(reinterpret_cast<uint32_t*>(box) + k * kMostBlocks);
-}
-
 }  // namespace
 
 void vendor_add_norm(Rows h, Dev<float> x, Rows y, Vec w, int rows, int width, float eps) {
@@ -66,22 +61,22 @@ void vendor_add_norm(Rows h, Dev<float> x, Rows y, Vec w, int rows, int width, f
     add_norm_alone({h, x, y, w, rows, width, eps});
 }
 
-// Seven peers are one GPU: its memory in seven places, its mailbox seven times.
+// Seven peers are one GPU: what is sent to the k-th of them lands where that GPU expects what its own k-th one sends.
 void add_norm_as_of_eight(Rows h, Dev<float> x, Rows y, Vec w, int rows, int width, float eps, bool two_shots) {
     constexpr int kRanks = 8;
     const device::Context& c = bound();
     if (c.group.tp != 2) fail(KD_E_INVALID, "the traffic of eight ranks is that of two GPUs: give tp 2");
-    const size_t each = (shown_bytes(rows, width, two_shots) + 255) / 256 * 256;
-    const Peers two = peers(kRanks * each);
+    const size_t bytes = sent_bytes(rows, width, kRanks, two_shots);
+    const Peers two = peers(bytes);
     Peers eight = two;
     eight.ranks = kRanks;
     eight.rank = 0;
     const int me = two.rank, other = 1 - two.rank;
     eight.box[0] = two.box[me];
     eight.memory[0] = two.memory[me];
-    for (int k = 1; k < kRanks; k++) {
-        eight.box[k] = shifted(two.box[other], k);
-        eight.memory[k] = two.memory[other] + static_cast<size_t>(k) * each;
+    for (size_t k = 1; k < kRanks; k++) {
+        eight.box[k] = two.box[other];
+        eight.memory[k] = two.memory[other] + k * (bytes / kRanks);
     }
     add_norm_among(eight, {h, x, y, w, rows, width, eps}, two_shots);
 }

@@ -33,6 +33,9 @@ __device__ __forceinline__ Piece piece_of(uint4 a, uint4 b) {
     return {{__uint_as_float(a.x), __uint_as_float(a.y), __uint_as_float(a.z), __uint_as_float(a.w),
              __uint_as_float(b.x), __uint_as_float(b.y), __uint_as_float(b.z), __uint_as_float(b.w)}};
 }
+__device__ __forceinline__ uint4 words_of(const float* v) {
+    return make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3]));
+}
 
 // Elements i .. i + 7 of a row of `width`; those past it are 0. Vectors where kVector.
 template <bool kVector>
