@@ -73,6 +73,9 @@ def main() -> None:
         report["rows"].append(entry)
         figures = (f"{statistics.median(entry[name]):.2f}" if name in entry else "-" for name in ways)
         print(f"{rows:>5}" + "".join(f"{figure:>18}" for figure in figures), flush=True)
+    elements = int(bench.us("switch_over", options.tp, calls=1, plays=1)[0])
+    report["two shots from elements"] = elements
+    print(f"\ntwo shots, as measured by the ranks: {f'from {elements / HIDDEN:g} rows on' if elements else 'never'}")
     for name, why in absent.items():
         print(f"\n{name}: {why}")
     report["absent"] = absent

@@ -77,6 +77,10 @@ Count known(Count count);
 // record it and run the record the next time. It may not copy between host and device.
 void replay(uint64_t key, const std::function<void()>& body);
 
+// Choose by measuring what may be chosen of how the ranks of a group meet; no bit depends on it. By every rank, before its first
+// replay(). [collective]
+void measure_transport();
+
 // Drop what the bound rank has recorded: for when the memory it was recorded with goes.
 void forget();
 

@@ -37,6 +37,8 @@ int32_t kd_bench_add_norm(const kd_bench*, double* us, int32_t rows, int32_t wid
  * that adds and norms. 2 and 3: the traffic of eight ranks between two, in one shot and in two. */
 int32_t kd_bench_all_reduce(const kd_bench*, double* us, int32_t tp, const char* transport, int32_t way, int32_t rows,
                             int32_t width);
+/* What `tp` ranks choose by measuring: elements[0] of an all-reduce from which it takes two shots, or 0: never. */
+int32_t kd_bench_switch_over(const kd_bench*, double* elements, int32_t tp);
 int32_t kd_bench_swiglu(const kd_bench*, double* us, int32_t rows, int32_t width);
 
 /* bf16: the router's weights are values of bf16, as in checkpoints. */

@@ -41,3 +41,12 @@ extern "C" int32_t kd_bench_all_reduce(const kd_bench* b, double* us, int32_t tp
         device::forget();
     });
 }
+
+extern "C" int32_t kd_bench_switch_over(const kd_bench* b, double* elements, int32_t tp) {
+    const kd_probe_device where{tp, b->threads, KD_ISA_AUTO, 1, 0, nullptr};
+    return run("switch_over", &where, [&](Rig& rig) {
+        rig.all_ready();
+        device::measure_transport();
+        if (rig.rank == 0) elements[0] = double(two_shots_from());
+    });
+}

@@ -42,4 +42,7 @@ void vendor_add_norm(Rows h, Dev<float> x, Rows y, Vec w, int rows, int width, f
 // Error(KD_E_DEVICE) where ranks have no memory of their own.
 void add_norm_as_of_eight(Rows h, Dev<float> x, Rows y, Vec w, int rows, int width, float eps, bool two_shots);
 
+// Elements of an all-reduce from which the bound rank's group takes two shots, or 0: never.
+size_t two_shots_from();
+
 }  // namespace kd::probe

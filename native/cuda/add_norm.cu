@@ -367,7 +367,7 @@ void add_norm(Rows h, Dev<float> x, Rows y, Vec w, Count n_rows, int width, floa
     using namespace cuda;
     const AddNorm a{h, x, y, w, n_rows, width, eps};
     if (tp() == 1) return add_norm_alone(a);
-    const bool two_shots = n_rows.most >= two_shots_from();
+    const bool two_shots = static_cast<size_t>(n_rows.most) * static_cast<size_t>(width) >= two_shots_from();
     const size_t bytes = sent_bytes(n_rows.most, width, tp(), two_shots);
     if (waits_to_be_recorded()) peers(bytes);
     switch (transport()) {

@@ -68,7 +68,7 @@ bool waits_to_be_recorded() {
     return c.group.transport == Transport::peers && !c.group.asked && !c.recording;
 }
 int most_waiting() { return bound().group.most_waiting; }
-int two_shots_from() { return bound().group.two_shots_from; }
+size_t two_shots_from() { return bound().group.two_shots_from; }
 
 void all_to_all(void* mine, const void* parts, size_t bytes) {
     device::Context& c = bound();

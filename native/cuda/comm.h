@@ -3,8 +3,8 @@
 //
 //   host    a rank fills a buffer, records that on its stream and meets the others on the host; then its stream waits for
 //           theirs. Right anywhere where one GPU can read the other's memory, but a step cannot be recorded.
-//   peers   kernels meet in one another's memory (peers.h): what is shown is read once by every rank (one shot), or each rank
-//           adds a part up and shows the sums (two shots). Only in what is played from a record, unless it was asked for by name:
+//   peers   kernels write into one another's memory (peers.h): each rank sends all it has to every other (one shot), or to each
+//           the part that this one adds up, and then its sums to all (two shots). Only in what is played from a record, unless it was asked for by name:
 //           a rank that allocates may wait for the GPUs, where another rank's kernel may wait for it already. Nothing is
 //           allocated for a record, so the first run of a step, like a prompt's, goes by way of the host.
 //   nccl    where GPUs cannot read one another's memory: NCCL moves the bytes. Not recorded.
@@ -37,8 +37,8 @@ Shared share_filled(size_t bytes);
 Peers peers(size_t bytes);
 // Blocks of such a kernel that may wait at once.
 int most_waiting();
-// Rows from which an all-reduce takes two shots.
-int two_shots_from();
+// Elements from which an all-reduce takes two shots.
+size_t two_shots_from();
 
 Transport transport();
 // Whether that is host for now only: memory that a record will need is to be asked for.

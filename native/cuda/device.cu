@@ -200,9 +200,7 @@ void Group::choose_transport(const char* wanted, int used) {
         nccl = std::make_unique<cuda::Nccl>(devices);
     }
     if (transport != Transport::peers) return;
-    constexpr int kNever = 1 << 30;
-    // Two shots move fewer bytes only from four ranks on. 32 rows of 14 KB: where eight ranks' traffic was as fast either way.
-    two_shots_from = name == "one_shot" ? kNever : name == "two_shots" ? 0 : tp > 2 ? 32 : kNever;
+    two_shots_from = name == "two_shots" ? 0 : SIZE_MAX;  // measure_transport() may change it
     const int ranks_a_device = (tp + used - 1) / used;
     most_waiting = contexts.front()->processors / ranks_a_device;
     for (const auto& c : contexts) {

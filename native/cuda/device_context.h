@@ -97,9 +97,9 @@ class Group {
         size_t bytes = 0;
     } given[2][KD_MAX_TP];
     cuda::Transport transport = cuda::Transport::host;
-    bool asked = false;      // for that one, by name
-    int two_shots_from = 0;  // with peers: rows of an all-reduce from which two shots are taken
-    int most_waiting = 1;    // with peers: blocks of one rank that may wait for other ranks at once
+    bool asked = false;         // for that one, by name
+    size_t two_shots_from = 0;  // with peers: elements of an all-reduce from which two shots are taken
+    int most_waiting = 1;       // with peers: blocks of one rank that may wait for other ranks at once
     cuda::Watchword* word = nullptr;
     std::unique_ptr<cuda::Nccl> nccl;
     std::vector<std::unique_ptr<Context>> contexts;
