@@ -6,7 +6,8 @@
 # ARCHS="90a 120f" names the GPUs to make machine code for (all: every one we support); without it, those present, or, where
 # there is none, 90a and 120f. What ptxas says of each kernel is left in build/out/*.ptxas.
 # Objects are rebuilt when a source, a header they include or this script is newer. Nothing outside build/out is written.
-# BUILD_OUT=build/out/asan FLAGS="-fsanitize=address" build/make.sh ... builds the same with more flags into a folder of its own.
+# BUILD_OUT=build/out/asan FLAGS="-fsanitize=address" build/make.sh ... builds the same with more flags into a folder of its own:
+# FLAGS are for g++, CUDA_FLAGS for nvcc.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -57,7 +58,7 @@ nvcc_flags() {
     for a in "${archs[@]}"; do echo "-gencode arch=compute_$a,code=sm_$a"; done
     # -fmad=false: a product is only fused with a sum where the source says so, as -ffp-contract=off does for g++
     # 554: Dev<const T> inherits a conversion to itself
-    echo "-std=c++20 -O3 -fmad=false -diag-suppress 554 -lineinfo -Xptxas -v -Werror all-warnings -Iinclude -Inative --threads 1"
+    echo "-std=c++20 -O3 -fmad=false -diag-suppress 554 -lineinfo -Xptxas -v -Werror all-warnings -Iinclude -Inative --threads 1 ${CUDA_FLAGS:-}"
     echo "-Xcompiler -fPIC,-fvisibility=hidden,-ffp-contract=off,-pthread,-Wall,-Wextra,-ffile-prefix-map=$root=."
 }
 compile_cuda() { # $1 source, $2 object

@@ -1,4 +1,7 @@
-"""What tests share: the libraries, built when they are stale, and the model folders."""
+"""What tests share: the libraries, built when they are stale, and the model folders.
+
+BUILD_OUT names the folder of the libraries, as it does for build/make.sh (default: build/out).
+"""
 
 import fcntl
 import os
@@ -14,6 +17,7 @@ for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):  # before numpy: wo
 import backend  # noqa: E402 (it brings numpy)
 
 ROOT = Path(__file__).resolve().parent.parent
+OUT = ROOT / (os.environ.get("BUILD_OUT") or "build/out")
 
 LIBRARIES = {  # by target of build/make.sh
     "cpu": "libkd_cpu.so",
@@ -26,7 +30,7 @@ TARGETS = {"cpu": ("cpu", "test"), "cuda": ("cuda", "cuda-test")}  # by device: 
 
 def pytest_addoption(parser):
     parser.addoption("--device", choices=TARGETS, default="cpu", help="the twin to test (default: cpu)")
-    parser.addoption("--prebuilt", action="store_true", help="take the libraries in build/out as they are")
+    parser.addoption("--prebuilt", action="store_true", help="take the libraries as they are")
     parser.addoption("--share", default="1/1", help="I/N: of the tests, every N-th from the I-th on")
 
 
@@ -74,20 +78,19 @@ def pytest_terminal_summary(terminalreporter):
 
 def run_build(target: str) -> subprocess.CompletedProcess:
     """build/make.sh for one target; workers of pytest-xdist take turns."""
-    out = ROOT / "build" / "out"
-    out.mkdir(parents=True, exist_ok=True)
-    with open(out / ".lock", "w") as lock:
+    OUT.mkdir(parents=True, exist_ok=True)
+    with open(OUT / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return subprocess.run([ROOT / "build" / "make.sh", target], capture_output=True, text=True)
 
 
 def build(target: str, prebuilt: bool) -> Path:
     if prebuilt:
-        return ROOT / "build" / "out" / LIBRARIES[target]
+        return OUT / LIBRARIES[target]
     done = run_build(target)
     if done.returncode != 0:
         pytest.fail(f"build/make.sh {target} failed:\n{done.stderr[-4000:]}", pytrace=False)
-    return ROOT / "build" / "out" / LIBRARIES[target]
+    return OUT / LIBRARIES[target]
 
 
 def pytest_collection_finish(session):

@@ -1,12 +1,10 @@
 """What the compiler says of the CUDA kernels: registers, spills, shared memory. Reads what build/make.sh cuda left."""
 
 import re
-from pathlib import Path
 
 import pytest
+from conftest import OUT, ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
-OUT = ROOT / "build" / "out"
 ARCHS = OUT / "libkd_cuda.so.archs"  # of the build in force; reports of others may lie beside it
 REPORTS = sorted(OUT.glob(f"native.cuda.*.{'_'.join(ARCHS.read_text().split())}.o.ptxas")) if ARCHS.exists() else []
 STATIC_BYTES = int(re.search(r"kStaticBytes = (\d+);", (ROOT / "native/cuda/launch.h").read_text())[1])

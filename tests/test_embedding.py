@@ -12,7 +12,6 @@ import pytest
 import kd
 
 ROOT = Path(__file__).resolve().parent.parent
-OUT = ROOT / "build" / "out"
 NANO = ROOT / "models" / "nano"
 EXAMPLE = ROOT / "examples" / "embed.c"
 PROMPT = "def is_prime(n):\n"
@@ -25,7 +24,7 @@ def program(tmp_path_factory, library) -> Path:
     there = tmp_path_factory.mktemp("embed") / "embed"
     done = subprocess.run(
         ["gcc", "-std=c11", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'include'}", str(EXAMPLE), "-o", str(there)]
-        + [f"-L{OUT}", "-lkd_cpu", f"-Wl,-rpath,{OUT}"],
+        + [f"-L{library.parent}", "-lkd_cpu", f"-Wl,-rpath,{library.parent}"],
         capture_output=True,
         text=True,
     )

@@ -12,6 +12,17 @@ namespace kd::cuda {
 
 using Barrier = uint64_t;
 
+// How often a warp arrives that has done something together: once, by a lane that saw what the others did when they met. The
+// sanitizer's racecheck takes that for the one lane's doing and reports the others as racing, so for it every lane arrives for
+// itself (-DKD_EVERY_LANE_ARRIVES; tests/sanitize/cuda.sh). That is no way to ship: 512 arrivals at one address for 16.
+#ifdef KD_EVERY_LANE_ARRIVES
+constexpr int kWarpArrivals = kWarp;
+#else
+constexpr int kWarpArrivals = 1;
+#endif
+// Whether a thread, or a lane, is one that arrives.
+__device__ constexpr bool arrives(int thread) { return thread % (kWarp / kWarpArrivals) == 0; }
+
 __device__ __forceinline__ void init_barrier([[maybe_unused]] Barrier* b, [[maybe_unused]] int arrivals) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(shared_address(b)), "r"(arrivals) : "memory");

@@ -41,12 +41,20 @@ __device__ __forceinline__ void clear(SortRoom<kWarps, kExperts>& room) {
         reinterpret_cast<uint4*>(room.count)[i] = {};
 }
 
-// By kWarps warps, of which `meet` is a barrier. Every warp counts the experts of its own stretch of pairs; sums over warps,
-// then over experts, say where each stretch begins in each expert's list; then every warp goes over its stretch again and puts
-// the pairs there. The room has been cleared. Other threads see the result after a barrier.
-template <int kChunkPairs, int kWarps, int kExperts, class Meet>
+// How often sort_pairs() calls __syncthreads().
+template <int kWarps>
+__device__ constexpr int sort_meetings(int experts) {
+    constexpr int kThreads = kWarps * kWarp;
+    return 2 + 2 * ((experts + kThreads - 1) / kThreads);
+}
+
+// By the first kWarps warps of a block; others call __syncthreads() as often. (A barrier of the first alone would do, but the
+// sanitizer's racecheck takes who was not at it for lagging behind.) Every warp counts the experts of its own stretch of pairs;
+// sums over warps, then over experts, say where each stretch begins in each expert's list; then every warp goes over its stretch
+// again and puts the pairs there. The room has been cleared. Other threads see the result after one more barrier.
+template <int kChunkPairs, int kWarps, int kExperts>
 __device__ void sort_pairs(const Lists& to, SortRoom<kWarps, kExperts>& room, const int32_t* expert, int pairs,
-                           int experts, Meet meet) {
+                           int experts) {
     constexpr int kThreads = kWarps * kWarp;
     constexpr unsigned kAll = 0xffffffffu;
     const int thread = threadIdx.x, warp = thread / kWarp, lane = thread % kWarp;
@@ -55,14 +63,14 @@ __device__ void sort_pairs(const Lists& to, SortRoom<kWarps, kExperts>& room, co
     const int end = min(pairs, begin + share), warps = pairs > 0 ? (pairs + share - 1) / share : 0;
     uint16_t* const own = room.count[warp];
 
-    meet();
+    __syncthreads();
     for (int i = begin + lane; i - lane < end; i += kWarp) {
         const int e = i < end ? expert[i] : -1;
         const unsigned same = __match_any_sync(kAll, e);
         if (e >= 0 && e < experts && !(same & before)) own[e] = static_cast<uint16_t>(own[e] + __popc(same));
         __syncwarp();
     }
-    meet();
+    __syncthreads();
 
     int pairs_so_far = 0, chunks_so_far = 0;
     for (int base = 0; base < experts; base += kThreads) {
@@ -87,7 +95,7 @@ __device__ void sort_pairs(const Lists& to, SortRoom<kWarps, kExperts>& room, co
             room.warp_pairs[warp] = upto_pairs;
             room.warp_chunks[warp] = upto_chunks;
         }
-        meet();
+        __syncthreads();
         int first = pairs_so_far + upto_pairs - n, chunk = chunks_so_far + upto_chunks - n_chunks;
         for (int w = 0; w < kWarps; w++) {
             if (w < warp) {
@@ -103,7 +111,7 @@ __device__ void sort_pairs(const Lists& to, SortRoom<kWarps, kExperts>& room, co
         }
         for (int i = 0; i < n_chunks; i++)
             to.chunk[chunk + i] = {e, first + i * kChunkPairs, min(kChunkPairs, n - i * kChunkPairs)};
-        meet();
+        __syncthreads();
     }
     if (thread == 0) *to.n_chunks = chunks_so_far;
 

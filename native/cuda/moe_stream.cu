@@ -108,7 +108,7 @@ __device__ __forceinline__ void bring(const Work& p, Room& room, const Lists& li
         if (lane < kPairs) room.unit_pair[to.slot()][lane] = pair;
         if (lane == 0) room.unit[to.slot()] = unit;
         __syncwarp();
-        if (lane == 0) arrive(room.told + to.slot());
+        if (arrives(lane)) arrive(room.told + to.slot());
         to.advance(1);
         if (unit.kind == kGate) {
             for (int i = 0; i < chunk.n; i++)
@@ -127,11 +127,10 @@ __device__ __forceinline__ void bring(const Work& p, Room& room, const Lists& li
     }
 }
 
-// By all lanes of a warp, for it: one lane arrives, as it saw what the others did before they met. (The sanitizer's racecheck counts
-// this for the one lane only and reports the others. Each arriving for itself would be 512 arrivals at one address a stage.)
+// By all lanes of a warp, for it.
 __device__ __forceinline__ void arrive_together(Barrier* b, int times = 1) {
     __syncwarp();
-    if (this_thread() % kWarp == 0) arrive(b, times);
+    if (arrives(this_thread())) arrive(b, times);
 }
 
 // By all lanes of a member that has read what it needs of a stage. Each has to say itself that its reads come before the next copy to
@@ -328,15 +327,15 @@ __global__ void __launch_bounds__(kThreads, 1) stream_kernel(const __grid_consta
     if (thread == 0) {
         for (int i = 0; i < kStages; i++) {
             init_barrier(room.full + i, 1);
-            init_barrier(room.empty + i, kMembers);
+            init_barrier(room.empty + i, kMembers * kWarpArrivals);
         }
         for (int i = 0; i < kUnits; i++) {
-            init_barrier(room.told + i, 1);
-            init_barrier(room.heard + i, kMembers);
+            init_barrier(room.told + i, kWarpArrivals);
+            init_barrier(room.heard + i, kMembers * kWarpArrivals);
         }
         for (int i = 0; i < kSums; i++) {
-            init_barrier(room.summed + i, kMembers);
-            init_barrier(room.added + i, kAdders);
+            init_barrier(room.summed + i, kMembers * kWarpArrivals);
+            init_barrier(room.added + i, kAdders * kWarpArrivals);
         }
         for (int i = 0; i < kMembers; i++) room.had_units[i] = room.had_strips[i] = 0;
         show_barriers_to_copies();
@@ -348,15 +347,21 @@ __global__ void __launch_bounds__(kThreads, 1) stream_kernel(const __grid_consta
     int ticket = 0;
     Lists lists = p.lists;
     if constexpr (!kListed) lists = {&room.n_chunks, room.chunk, room.pair, room.chunk_of};
-    if (thread == kMembers * kWarp) {
-        ticket = static_cast<int>(atomicAdd(&p.turn->ticket, 1u));
-        const uint32_t tag = p.turn->epoch + 1;
-        room.tag = tag ? tag : 1;  // 0 is what words hold at first
-        see_global_memory_in_copies();
+    const bool first = thread == kMembers * kWarp;
+    if (first) ticket = static_cast<int>(atomicAdd(&p.turn->ticket, 1u));
+    if (warp == kMembers) {
+        const uint32_t epoch = p.turn->epoch;
+        if constexpr (!kListed)
+#pragma unroll 1
+            for (int i = 0; i < sort_meetings<kMembers>(p.experts); i++) __syncthreads();
+        // Only now, so that nobody who sorts waits for what memory answers.
+        if (first) {
+            room.tag = epoch + 1 ? epoch + 1 : 1;  // 0 is what words hold at first
+            see_global_memory_in_copies();
+        }
+    } else if constexpr (!kListed) {
+        sort_pairs<kPairs>(lists, room.sort, p.expert, n_rows * p.slots, p.experts);
     }
-    if (!kListed && warp < kMembers)
-        sort_pairs<kPairs>(lists, room.sort, p.expert, n_rows * p.slots, p.experts,
-                           [] { meet<kMembersMeet, kMembers * kWarp>(); });
     leave_shared_memory_to_copies();
     __syncthreads();
     const Plan plan(p, *lists.n_chunks, kAdd ? n_rows : 0);
@@ -374,9 +379,10 @@ __global__ void __launch_bounds__(kThreads, 1) stream_kernel(const __grid_consta
             down<kAdd>(p, room, from.slot(), at);
         else if constexpr (kAdd)
             add_slots(p, room, from.slot());
-        __syncwarp();
         const int me = this_thread();
-        if (me % kWarp == 0) arrive(room.heard + room.had_units[me / kWarp]++ % kUnits);
+        const unsigned had = room.had_units[me / kWarp];
+        arrive_together(room.heard + had % kUnits);
+        if (me % kWarp == 0) room.had_units[me / kWarp] = had + 1;
         __syncwarp();
     }
 }

@@ -13,7 +13,6 @@ namespace kd::cuda::moe_stream {
 
 constexpr int kMembers = kChains;                                   // warps that multiply
 constexpr int kThreads = (kMembers + 1) * kWarp;                    // the last warp brings
-constexpr int kMembersMeet = 1;                                     // number of their barrier
 constexpr int kPairs = 8;                                           // of a chunk
 constexpr int kBrickQ = w4::kWords * 4, kBrickS = w4::kScales * 2;  // bytes
 constexpr int kStageBricks = kLapBricks;

@@ -1,0 +1,87 @@
+"""build/make.sh and tests/sanitize/cuda.sh with compilers and a sanitizer that only say how they were called."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SAY = """#!/bin/bash
+[ "$1" != --dryrun ] || { echo "#\\$ TOP=$TOP" >&2; exit; }
+echo "$(basename "$0") BUILD_OUT=${BUILD_OUT:-} $*" >>"$SAID"
+echo "1 passed"; echo "SUMMARY: 0 errors"
+while [ $# -gt 0 ]; do
+    case $1 in -o) : >"$2" ;; -MF) echo "it: " >"$2" ;; esac
+    shift
+done
+"""
+PROGRAMS = {"CXX": "g++", "NVCC": "nvcc", "SANITIZER": "compute-sanitizer"}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs a script in a tree of a few sources: run(script, *arguments, **environment) -> what its programs were called with."""
+    tree = tmp_path / "tree"
+    for script in ("build/make.sh", "tests/sanitize/cuda.sh"):
+        (tree / script).parent.mkdir(parents=True)
+        shutil.copy2(ROOT / script, tree / script)
+    for source in ("page.cpp", "probe.cpp", "cpu/op.cpp", "cuda/op.cu"):
+        (tree / "native" / source).parent.mkdir(parents=True, exist_ok=True)
+        (tree / "native" / source).touch()
+    toolkit = tmp_path / "toolkit"
+    (toolkit / "lib64").mkdir(parents=True)
+    (toolkit / "lib64" / "libcudart_static.a").touch()
+    said = tmp_path / "said"
+    env = {"PATH": os.environ["PATH"], "ARCHS": "90a", "JOBS": "1", "TOP": str(toolkit), "SAID": str(said)}
+    for variable, program in PROGRAMS.items():
+        (tmp_path / program).write_text(SAY)
+        (tmp_path / program).chmod(0o755)
+        env[variable] = str(tmp_path / program)
+
+    def call(script: str, *arguments: str, **more: str) -> list[str]:
+        said.unlink(missing_ok=True)
+        done = subprocess.run([tree / script, *arguments], env={**env, **more}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return said.read_text().splitlines()
+
+    return call
+
+
+def compiled(calls: list[str], program: str, source: str) -> list[str]:
+    return [call for call in calls if call.startswith(program + " ") and f" -c {source} " in call]
+
+
+def test_flags_are_for_gxx_and_cuda_flags_for_nvcc(run):
+    calls = run("build/make.sh", "cuda", BUILD_OUT="build/out/other", FLAGS="-DONE -DTWO", CUDA_FLAGS="-DTHREE -DFOUR")
+    (page,), (kernel,) = compiled(calls, "g++", "native/page.cpp"), compiled(calls, "nvcc", "native/cuda/op.cu")
+    assert {"-DONE", "-DTWO"} <= set(page.split())
+    assert not {"-DTHREE", "-DFOUR"} & set(page.split())
+    assert {"-DTHREE", "-DFOUR"} <= set(kernel.split())
+    assert not {"-DONE", "-DTWO"} & set(kernel.split())
+    assert all(" build/out/other/" in call for call in calls)
+
+
+@pytest.mark.parametrize("tools", [(), ("racecheck",), ("memcheck", "synccheck")], ids=["all", "one", "others"])
+def test_racecheck_has_libraries_in_which_every_lane_arrives(run, tools):
+    calls = run("tests/sanitize/cuda.sh", *tools, SHARES="2", BUILD_OUT="of/somebody", CUDA_FLAGS="-DSOMEBODY")
+    folders = {}
+    for call in calls:
+        if call.startswith("compute-sanitizer "):
+            words = call.split()
+            folders.setdefault(words[words.index("--tool") + 1], []).append(words[1].removeprefix("BUILD_OUT="))
+    assert folders == {
+        tool: ["build/out/every-lane" if tool == "racecheck" else "build/out"] * 2
+        for tool in tools or ("memcheck", "racecheck", "initcheck", "synccheck")
+    }
+    flags = {
+        words[1].removeprefix("BUILD_OUT="): "-DKD_EVERY_LANE_ARRIVES" in words
+        for words in map(str.split, compiled(calls, "nvcc", "native/cuda/op.cu"))
+    }
+    assert flags == {
+        folder: folder == "build/out/every-lane" for folder in {folder for each in folders.values() for folder in each}
+    }
