@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,15 @@ def test_racecheck_has_libraries_in_which_every_lane_arrives(run, tools):
     assert flags == {
         folder: folder == "build/out/every-lane" for folder in {folder for each in folders.values() for folder in each}
     }
+
+
+def test_shares_are_dealt_of_the_chosen_tests():
+    def collected(*arguments: str) -> list[str]:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", *arguments]
+        done = subprocess.run([*command, "tests/test_build_scripts.py", "-k", "racecheck or shares"], cwd=ROOT,
+                              env={**os.environ, "PYTHONPATH": "runtime:."}, capture_output=True, text=True)  # fmt: skip
+        return [line for line in done.stdout.splitlines() if "::" in line]
+
+    chosen = collected()
+    assert len(chosen) == 4
+    assert [collected("--share", f"{share}/2") for share in (1, 2)] == [chosen[::2], chosen[1::2]]

@@ -77,16 +77,17 @@ def test_events_are_those_of_single_rounds(engine, at_once, builder, budget, sam
 
 
 @pytest.mark.parametrize("builder, budget", BUILDERS[1:])
-def test_rounds_looked_at_one_by_one(engine, at_once, builder, budget):
+@pytest.mark.parametrize("tokens", [8, 24])
+def test_rounds_looked_at_one_by_one(engine, at_once, tokens, builder, budget):
     """Each its own record, no loop: trees give the bits of plain decoding."""
     at_once(1)
 
     def bits(**asked):
-        seen = events_of(engine, max_tokens=24, **asked)
+        seen = events_of(engine, max_tokens=tokens, **asked)
         return [t for e in seen for t in e.tokens], [h for e in seen for h in e.hashes]
 
     plain = bits(builder="none", budget=0)
-    assert len(plain[0]) == 24
+    assert len(plain[0]) == tokens
     assert bits(builder=builder, budget=budget) == plain
 
 
