@@ -2,67 +2,90 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <exception>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "engine/clock.h"
-#include "engine/handle.h"
 #include "engine/kv_cache.h"
 #include "engine/text.h"
 #include "meeting.h"
 #include "pages.h"
 #include "probe_device.h"
+#include "probe_engine.h"
 
 namespace kd {
-enum class Fault { exception, device, segfault, hang };
+namespace {
 
-struct EngineProbe {
-    // In the next turn rank `rank` breaks in the second of two passes, while the others wait for it in a collective.
-    static void break_rank(Engine& e, int rank, Fault fault) {
-        e.post([&e, rank, fault] {
-            Stage& stage = *e.resident_->stage;
-            stage.view.clear();
-            static const std::vector<int32_t> page = {0};
-            stage.view.add_causal_row(0, 0, stage.view.add_stream(page));
-            e.team_.next_step();
-            e.team_.run(KD_STAGE_VERIFY, [&](int r) {
-                Rank& mine = *stage.ranks[size_t(r)];
-                const View v = stage.view.upload(mine);
-                forward(mine, v);
-                if (r == rank) break_here(r, fault);
-                forward(mine, v);
-            });
-        });
-    }
-    static void break_here(int rank, Fault fault) {
-        switch (fault) {
-            case Fault::exception: throw std::runtime_error("planted failure of rank " + std::to_string(rank));
-            case Fault::device: probe::break_device(); break;
-            case Fault::segfault: {
-                volatile int* volatile nowhere = nullptr;
-                *nowhere = 0;
-                break;
-            }
-            case Fault::hang: {  // as a loop that waits for what never comes: bounded, lest a test machine be kept busy
-                const uint64_t began = now_us();
-                while (now_us() - began < 20'000'000) pause_cpu();
-            }
+void break_here(int rank, Fault fault) {
+    switch (fault) {
+        case Fault::exception: throw std::runtime_error("planted failure of rank " + std::to_string(rank));
+        case Fault::device: probe::break_device(); break;
+        case Fault::segfault: {
+            volatile int* volatile nowhere = nullptr;
+            *nowhere = 0;
+            break;
+        }
+        case Fault::hang: {  // as a loop that waits for what never comes: bounded, lest a test machine be kept busy
+            const uint64_t began = now_us();
+            while (now_us() - began < 20'000'000) pause_cpu();
         }
     }
-    // Rounds that may follow one another before the engine looks.
-    static void rounds_at_once(Engine& e, int rounds) {
-        e.call([&] { e.resident_->stage->rounds_at_once = rounds; });
-    }
-    // The engine thread does nothing, from when *go is -1 until it is something else.
-    static void freeze(Engine& e, volatile int* go) {
-        e.post([go] {
-            *go = -1;
-            while (*go == -1) usleep(1000);
+}
+
+}  // namespace
+
+void EngineProbe::break_rank(Engine& e, int rank, Fault fault) {
+    e.post([&e, rank, fault] {
+        Stage& stage = *e.resident_->stage;
+        stage.view.clear();
+        static const std::vector<int32_t> page = {0};
+        stage.view.add_causal_row(0, 0, stage.view.add_stream(page));
+        e.team_.next_step();
+        e.team_.run(KD_STAGE_VERIFY, [&](int r) {
+            Rank& mine = *stage.ranks[size_t(r)];
+            const View v = stage.view.upload(mine);
+            forward(mine, v);
+            if (r == rank) break_here(r, fault);
+            forward(mine, v);
         });
-        while (*go == 0) usleep(1000);
-    }
-};
+    });
+}
+
+void EngineProbe::rounds_at_once(Engine& e, int rounds) {
+    e.call([&] { e.resident_->stage->rounds_at_once = rounds; });
+}
+
+void EngineProbe::freeze(Engine& e, volatile int* go) {
+    e.post([go] {
+        *go = -1;
+        while (*go == -1) usleep(1000);
+    });
+    while (*go == 0) usleep(1000);
+}
+
+Shape EngineProbe::shape(Engine& e) {
+    return e.call([&] { return e.resident_->stage->model().shape; });
+}
+
+void EngineProbe::on_ranks(Engine& e, const std::function<void(Rank&)>& body) {
+    e.call([&] {
+        Stage& stage = *e.resident_->stage;
+        std::vector<std::exception_ptr> thrown(stage.ranks.size());
+        e.team_.run(KD_STAGE_IDLE, [&](int r) {
+            device::settle();
+            try {
+                body(*stage.ranks[size_t(r)]);
+            } catch (...) {
+                thrown[size_t(r)] = std::current_exception();
+            }
+        });
+        for (const std::exception_ptr& t : thrown)
+            if (t) std::rethrow_exception(t);
+    });
+}
+
 }  // namespace kd
 
 #define KD_PROBE extern "C" __attribute__((visibility("default")))

@@ -11,10 +11,12 @@
 #include "probe_device.h"
 #include "probe_rank_share.h"
 #include "probe_rig.h"
+#include "probe_stages.h"
 #include "round.h"
 #include "stages.h"
 
 using namespace kd;
+using namespace kd::probe;
 
 struct kd_share {
     Team team;
@@ -149,53 +151,6 @@ namespace {
 
 constexpr int kWarm = 2;  // the first play brings memory, the second is recorded
 
-template <class F>
-int32_t guarded(F&& body) {
-    try {
-        body();
-        return KD_OK;
-    } catch (const Error& e) {
-        return probe::remember(e);
-    } catch (const std::exception& e) {
-        return probe::remember(Error(KD_E_FATAL, e.what()));
-    }
-}
-
-class Json {
-  public:
-    Json& put(const char* name, double value) {
-        char text[64];
-        snprintf(text, sizeof text, "%.17g", value);
-        return raw(name, text);
-    }
-    Json& put(const char* name, const std::string& value) { return raw(name, "\"" + value + "\""); }
-    Json& raw(const char* name, const std::string& value) {
-        text_ += (text_.empty() ? "\"" : ", \"") + std::string(name) + "\": " + value;
-        return *this;
-    }
-    std::string text() const { return "{" + text_ + "}"; }
-
-  private:
-    std::string text_;
-};
-
-template <class T>
-std::string list(const std::vector<T>& items) {
-    std::string text;
-    for (const T& item : items) {
-        if constexpr (std::is_same_v<T, std::string>)
-            text += (text.empty() ? "" : ", ") + item;
-        else
-            text += (text.empty() ? "" : ", ") + std::to_string(item);
-    }
-    return "[" + text + "]";
-}
-
-void give(char* json, uint64_t capacity, const std::string& text) {
-    if (text.size() + 1 > capacity) fail(KD_E_SIZE, "the buffer is too small for %zu bytes", text.size() + 1);
-    memcpy(json, text.c_str(), text.size() + 1);
-}
-
 Json account(const probe::Account& a) {
     return Json()
         .put("shard_bytes", double(a.shard))
@@ -205,43 +160,12 @@ Json account(const probe::Account& a) {
         .put("kv_bytes_token", double(a.kv_token));
 }
 
-std::string stages_of(const Stages& stages, int room, const Model& model) {
-    static const char* const names[] = {"context", "draft", "verify", "round", "round", "round"};
-    const auto weights = weight_names(model);
-    std::vector<std::string> parts;
-    for (const Stages::Part& part : stages.parts()) {
-        if (!part.whole)
-            fail(KD_E_SIZE, "the stages of %s take more room than %d stamps: give more", names[part.key & 0xFF], room);
-        const auto times = stages.times(part);
-        std::vector<std::string> calls;
-        for (size_t i = 0; i < part.calls.size(); i++) {
-            const Call& call = part.calls[i];
-            std::vector<uint64_t> ns;
-            for (const auto& play : times) ns.push_back(play[i + 1] - play[i]);
-            const auto name = weights.find(call.weights);
-            calls.push_back(Json()
-                                .put("op", std::string(call.op))
-                                .put("of", name == weights.end() ? std::string() : name->second)
-                                .put("weights", call.cost.weights)
-                                .put("row_bytes", call.cost.row_bytes)
-                                .put("key_bytes", call.cost.key_bytes)
-                                .put("expert_bytes", call.cost.expert_bytes)
-                                .put("row_ops", call.cost.row_ops)
-                                .put("row_key_ops", call.cost.row_key_ops)
-                                .put("window", call.cost.window)
-                                .raw("ns", list(ns))
-                                .text());
-        }
-        std::vector<uint64_t> whole;
-        for (const auto& play : times) whole.push_back(play.back() - play.front());
-        parts.push_back(Json()
-                            .put("part", std::string(names[part.key & 0xFF]))
-                            .put("recorded", std::to_string(part.key))
-                            .raw("ns", list(whole))
-                            .raw("calls", list(calls))
-                            .text());
-    }
-    return list(parts);
+// Whom each call of route() sends its rows to, call after call.
+void keep_sent(Stages& stages, std::vector<std::vector<int32_t>>& sent, int slots) {
+    stages.routed = [&sent, slots](int rows, Rows, Dev<int32_t> expert) {
+        auto& ids = sent.emplace_back(size_t(rows) * size_t(slots));
+        device::download(ids.data(), expert, ids.size());
+    };
 }
 
 }  // namespace
@@ -305,7 +229,7 @@ int32_t kd_share_sent(kd_share* r, const kd_share_work* w, int32_t* expert) {
         r->seat(*w);
         std::vector<std::vector<int32_t>> sent;
         Stages stages(1);
-        stages.sent = &sent;
+        keep_sent(stages, sent, r->share.model.shape.experts_per_token);
         stages.watch();
         tell(*r->stage, r->batch, KD_MAX_NODES);
         verify_part(r->rank(), r->room(*w));
@@ -420,7 +344,7 @@ int32_t kd_share_record(const char* folder, const int32_t* token, int32_t n, int
         Stage stage(team, std::move(ranks), kChunk);
         std::vector<std::vector<int32_t>> sent;
         Stages stages(1);
-        stages.sent = &sent;
+        keep_sent(stages, sent, m.shape.experts_per_token);
         stages.watch();
         for (int begin = 0; begin < n; begin += kChunk) {
             const PromptPart part{&q, begin, std::min(kChunk, n - begin)};

@@ -203,11 +203,10 @@ void route(Dev<int32_t> expert, Dev<float> weight, Rows h, Dev<const float> rout
     const double size = double(s.experts) * s.hidden;  // bf16 in checkpoints
     stage("route", address(router), {.weights = 2 * size + 4.0 * s.experts, .row_ops = 2 * size},
           [&] { ops::route(expert, weight, h, router, bias, n_rows, s); });
-    if (!watching || !watching->sent || device::body().under_way) return;
+    if (!watching || !watching->routed || device::body().under_way) return;
     int32_t rows = n_rows.most;
     if (n_rows.n) device::download(&rows, std::bit_cast<const void*>(n_rows.n), sizeof rows);
-    auto& ids = watching->sent->emplace_back(size_t(rows) * size_t(s.experts_per_token));
-    device::download(ids.data(), expert, ids.size());
+    watching->routed(rows, h, expert);
 }
 void moe(Rows y, Rows h, Dev<int32_t> expert, Dev<float> weight, const Experts& w, Count n_rows, const Shape& s) {
     const Cost cost{

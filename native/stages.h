@@ -5,6 +5,7 @@
 // one look at a thread's own variable, and what is recorded is what would be without it.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -58,9 +59,9 @@ class Stages {
     // ns of each play that is kept, the oldest first: [1 + calls], so that the times of the calls add up to that of the body.
     std::vector<std::vector<uint64_t>> times(const Part& part) const;
 
-    // While set: whom each call of route() sent its rows to, [rows][experts_per_token], call after call. It waits for the device, so
-    // only for what is not in a body.
-    std::vector<std::vector<int32_t>>* sent = nullptr;
+    // While set: called after each call of route() that is not in a body, with how many rows there were and whom they are sent to,
+    // [rows][experts_per_token].
+    std::function<void(int rows, Rows h, Dev<int32_t> expert)> routed;
 
     // stages.cpp's own, around a call
     void before();

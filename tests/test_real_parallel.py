@@ -7,9 +7,9 @@ import random
 import shutil
 
 import backend
-import numpy as np
 import pytest
 from exact import GREEDY, SAMPLINGS, Ask, Job, Reference, check, difference, prompts, run
+from partings import Routers
 from test_real_sizes import LENGTHS, MODELS, OPEN
 from wide_model import write_wide_model
 
@@ -18,6 +18,7 @@ import kd
 CUDA = backend.DEVICE == "cuda"
 ROUNDS = 1000 if CUDA else 60
 GAP = 1e-2  # between the best logits: below it a rounding may choose
+MARGIN = 1e-3  # between the last expert taken and the next: the same
 
 pytestmark = pytest.mark.skipif(CUDA and backend.gpus() < 2, reason="two ranks at full width need a second GPU")
 
@@ -66,20 +67,16 @@ def test_rounds_by_the_thousand(engine, asks):
             assert difference(got, want) is None
 
 
-def test_one_rank_says_the_same_but_where_it_is_close(engine, library, folder, asks):
-    """Other sums of partial sums, so other bits; greedy texts part only where the two best logits are nearly equal."""
+def test_one_rank_says_the_same_but_where_it_is_close(engine, test_library, folder, asks):
+    """Other sums of partial sums, so other bits. Greedy texts part only where the two best logits are nearly equal, or where a
+    router nearly took another expert: at that position, or at an earlier one in a layer that later ones read (partings.py)."""
     jobs = [Job(Ask(a.prompt, GREEDY, 16), "none") for a in asks]
     two = run(engine, jobs)
-    with kd.Engine(folder, library=library, tp=1, **OPEN) as alone:
+    with kd.Engine(folder, library=test_library, tp=1, **OPEN) as alone:
         one = run(alone, jobs)
-        parted = []
-        for job, (a, _), (b, _) in zip(jobs, one, two, strict=True):
-            at = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
-            if at is None:
-                continue
-            logits = np.asarray(alone.score([*job.ask.prompt, *a[:at]]))[-1]
-            best = np.sort(logits)[-2:]
-            parted.append((len(job.ask.prompt), at, float(best[1] - best[0])))
-    print("parted (prompt, token, gap of the best logits):", parted)
-    assert all(gap < GAP for _, _, gap in parted), parted
+        routers = Routers(alone, test_library, folder)
+        told = [routers.parting(job.ask.prompt, a, b) for job, (a, _), (b, _) in zip(jobs, one, two, strict=True)]
+    parted = [parting for parting in told if parting]
+    print("parted:", *parted, sep="\n")
+    assert all(parting.gap < GAP or parting.margin < MARGIN for parting in parted), parted
     assert len(parted) < len(jobs)
