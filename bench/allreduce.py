@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 from pathlib import Path
 from typing import Any
 
 import kernels
+from machine import machine
 
 ROWS, HIDDEN = (1, 2, 8, 16, 32, 45, 64, 128, 640), 7168
 # column: transport, way (native/probe_bench.h)
@@ -49,15 +49,14 @@ def main() -> None:
     rows_tried = ROWS[:3] if options.quick else ROWS
     calls, plays = (3, 3) if options.quick else (100, 15)
     ways = columns(options.device, options.tp)
-    about = kernels.machine("cuda") if options.device == "cuda" else {"cpu": platform.processor() or platform.machine()}
     report: dict[str, Any] = {
-        "machine": about,
+        "machine": machine(options.device),
         "device": options.device,
         "tp": options.tp,
         "hidden": HIDDEN,
         "rows": [],
     }
-    print(f"{about}\nall-reduce + residual + norm, {options.tp} ranks, rows of {HIDDEN}, us\n")
+    print(f"{report['machine']}\nall-reduce + residual + norm, {options.tp} ranks, rows of {HIDDEN}, us\n")
     print(f"{'rows':>5}" + "".join(f"{name:>18}" for name in ways), flush=True)
     absent: dict[str, str] = {}
     for rows in rows_tried:

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from kernels import CEILING, COLD, EXPERTS, HIDDEN, RANK_INTER, RANK_VOCAB, SLOTS, VOCAB, Bench, machine
+from kernels import CEILING, COLD, EXPERTS, HIDDEN, RANK_INTER, RANK_VOCAB, SLOTS, VOCAB, Bench
+from machine import machine
 
 ROWS = (1, 8, 32, 64, 128, 640)
 MATRICES = {

@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
-import os
-import platform
 import re
 import statistics
 import subprocess
@@ -25,6 +23,7 @@ from typing import Any, NamedTuple
 
 import cffi
 import numpy as np
+from machine import machine
 
 ROOT = Path(__file__).resolve().parent.parent
 COLD = 512 << 20  # bytes of the copies that cold rows take turns with
@@ -230,15 +229,6 @@ def host_trees(bench: Bench) -> dict[tuple[int, int, int], tuple[float, float]]:
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
-
-
-def machine(device: str) -> dict[str, Any]:
-    about: dict[str, Any] = {"python": platform.python_version(), "cores": len(os.sched_getaffinity(0))}
-    if device == "cuda":
-        query = "name,driver_version,clocks.max.sm,clocks.max.mem,power.limit"
-        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-        about["gpu"] = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    return about
 
 
 def main() -> None:

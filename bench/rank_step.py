@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kernels import CEILING, ROOT, Bench, machine
+from kernels import CEILING, ROOT, Bench
+from machine import machine
 from rank_needs import RECORDED, WARM, Work, bias_of, needs, stage_table
 
 CONFIG = ROOT / "tests" / "data" / "kimi-k2.5-config.json"

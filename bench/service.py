@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from machine import cpu_model
 
 import kd
 from kd.config import paths
@@ -123,13 +124,6 @@ def cpu_percent(process: psutil.Process, seconds: float) -> float:
     time.sleep(seconds)
     after = process.cpu_times()
     return 100 * (after.user + after.system - before.user - before.system) / seconds
-
-
-def cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def main() -> None:

@@ -1,0 +1,29 @@
+"""What figures were measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+
+def cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def machine(device: str) -> dict[str, Any]:
+    about: dict[str, Any] = {
+        "python": platform.python_version(),
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+    if device == "cuda":
+        query = "name,driver_version,clocks.max.sm,clocks.max.mem,power.limit"
+        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+        about["gpu"] = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return about
