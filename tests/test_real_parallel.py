@@ -1,8 +1,10 @@
 """Two ranks on Kimi K2's widths (`whole` of test_real_sizes.py), each on a GPU of its own: the exactness contract, rounds
-by the thousand, and how far one rank and two agree. On the CPU twin the same with small widths and two threads."""
+by the thousand, and how far one rank and two agree. On the CPU twin the same with small widths and two threads. KD_LAYERS in
+the environment makes the model deeper: 8 layers are 62 GB."""
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 
@@ -25,7 +27,8 @@ pytestmark = pytest.mark.skipif(CUDA and backend.gpus() < 2, reason="two ranks a
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made = write_wide_model(tmp_path_factory.mktemp("whole"), **MODELS[backend.DEVICE]["whole"])
+    layers = int(os.environ.get("KD_LAYERS", "3"))
+    made = write_wide_model(tmp_path_factory.mktemp("whole"), **MODELS[backend.DEVICE]["whole"], layers=layers)
     yield made
     shutil.rmtree(made)
 
