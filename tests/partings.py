@@ -26,6 +26,8 @@ class Parting(NamedTuple):
     gap: float  # of the two best logits there
     margin: float  # the smallest router margin that can have moved them
     position: int  # where that is; the logits are those of position prompt + token - 1
+    moved: bool  # whether the two took other experts where that can have moved them
+    shift: float  # the largest difference of two scores of a router there
 
 
 def read_tensor(path: Path, wanted: str) -> np.ndarray | None:
@@ -61,31 +63,55 @@ class Routers:
         return found[0]
 
     def look(self, ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """(logits [n][vocab], margins [layers with experts][n]) of a prompt."""
+        """(logits [n][vocab], what routers are given [layers with experts][n][hidden]) of a prompt."""
         rows = np.full((len(self.of), len(ids), self.shape.hidden), np.nan, np.float32)
         logits = np.empty((len(ids), self.engine.info.vocab_size), np.float32)
         tokens = np.array(ids, np.int32)
         handle = ctypes.c_void_p(int(ffi.cast("uintptr_t", self.engine._handle)))
         at = [ctypes.c_void_p(a.ctypes.data) for a in (tokens, logits, rows)]
         assert self.probe.kd_probe_routed(handle, at[0], ctypes.c_uint32(len(ids)), *at[1:]) == 0
-        margins = [ref.moe.route_margin(h, *own, self.shape) for h, own in zip(rows, self.of, strict=True)]
-        return logits, np.array(margins)
+        return logits, rows
 
-    def parting(self, prompt: tuple[int, ...], one: tuple[int, ...], two: tuple[int, ...]) -> Parting | None:
-        """Of two texts after a prompt; None if they are the same."""
+    def margins(self, rows: np.ndarray) -> np.ndarray:
+        """[layers with experts][n]"""
+        return np.array([ref.moe.route_margin(h, *own, self.shape) for h, own in zip(rows, self.of, strict=True)])
+
+    def experts(self, rows: np.ndarray) -> np.ndarray:
+        """Taken, in order of their numbers. [layers with experts][n][experts a token]"""
+        return np.array([np.sort(ref.moe.route(h, *own, self.shape)[0]) for h, own in zip(rows, self.of, strict=True)])
+
+    def scores(self, rows: np.ndarray) -> np.ndarray:
+        """[layers with experts][n][experts]"""
+        return np.array([ref.moe.router_scores(h, own[0]) for h, own in zip(rows, self.of, strict=True)])
+
+    def parting(
+        self, other: Routers, prompt: tuple[int, ...], one: tuple[int, ...], two: tuple[int, ...]
+    ) -> Parting | None:
+        """Of two texts after a prompt, of this engine and of the other one; None if they are the same."""
         at = next((i for i, (a, b) in enumerate(zip(one, two, strict=True)) if a != b), None)
         if at is None:
             return None
-        logits, margins = self.look([*prompt, *one[:at]])
+        ids = [*prompt, *one[:at]]
+        (logits, rows), (_, others) = self.look(ids), other.look(ids)
         second, first = np.sort(logits[-1])[-2:]
-        return Parting(len(prompt), at, float(first - second), *nearest(margins))
+        moved = (self.experts(rows) != self.experts(others)).any(axis=2) & bears(len(rows), len(ids))
+        shift = abs(self.scores(rows) - self.scores(others)).max(axis=2)[bears(len(rows), len(ids))].max()
+        return Parting(
+            len(prompt), at, float(first - second), *nearest(self.margins(rows)), bool(moved.any()), float(shift)
+        )
+
+
+def bears(layers: int, positions: int) -> np.ndarray:
+    """Whether a layer's experts at a position can move the last position's logits. [layers with experts][positions]
+
+    Earlier positions are read by way of keys and values, and nothing makes any of what the last layer's experts give."""
+    made = np.ones((layers, positions), bool)
+    made[-1, :-1] = False
+    return made
 
 
 def nearest(margins: np.ndarray) -> tuple[float, int]:
-    """(margin, position): the smallest that bears on the last position's logits. [layers with experts][positions]
-
-    Earlier positions are read by way of keys and values, and nothing makes any of what the last layer's experts give."""
-    bears = margins.copy()
-    bears[-1, :-1] = np.inf
-    position = bears.min(axis=0).argmin()
-    return float(bears[:, position].min()), int(position)
+    """(margin, position): the smallest that bears on the last position's logits. [layers with experts][positions]"""
+    least = np.where(bears(*margins.shape), margins, np.inf).min(axis=0)
+    position = least.argmin()
+    return float(least[position]), int(position)

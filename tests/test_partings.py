@@ -35,7 +35,8 @@ def wanted(small3, ids):
 
 
 def test_margins_are_those_of_the_specification(routers, ids, wanted):
-    logits, margins = routers.look(ids)
+    logits, rows = routers.look(ids)
+    margins = routers.margins(rows)
     assert margins.shape == wanted.shape == (2, len(ids)) and (margins >= 0).all()
     assert np.quantile(abs(margins - wanted), 0.9) < MARGIN
     assert np.array_equal(logits, routers.engine.score(ids))
@@ -50,14 +51,31 @@ def test_an_engine_that_was_watched_says_the_same(routers, ids):
 
 def test_texts_that_part(routers, ids, wanted):
     text = tuple(ids[60:])
-    assert routers.parting(tuple(ids[:60]), text, text) is None
+    assert routers.parting(routers, tuple(ids[:60]), text, text) is None
     other = (*text[:9], text[9] + 1, *text[10:])
-    parting = routers.parting(tuple(ids[:60]), text, other)
+    parting = routers.parting(routers, tuple(ids[:60]), text, other)
     second, first = np.sort(routers.engine.score(ids[:69])[-1])[-2:]
     assert parting[:3] == (60, 9, pytest.approx(first - second))
     if backend.DEVICE == "cpu":
         margin, position = nearest(wanted[:, :69])
-        assert parting[3:] == (pytest.approx(margin, abs=MARGIN), position)
+        assert parting[3:5] == (pytest.approx(margin, abs=MARGIN), position)
+    assert not parting.moved and parting.shift == 0  # an engine and itself
+
+
+def test_another_expert_taken_is_seen_where_it_bears_on_the_logits(routers, test_library, small3, ids, monkeypatch):
+    """What a router is given is turned round in the second look, at a position whose keys later ones read."""
+    text, other = tuple(ids[60:]), (*ids[60:69], ids[69] + 1, *ids[70:])
+    seen = Routers(routers.engine, test_library, small3)
+    for layer, position, moved in ((0, 30, True), (0, 68, True), (1, 30, False), (1, 68, True)):
+
+        def turned(ids, layer=layer, position=position):
+            logits, rows = routers.look(ids)
+            rows[layer, position] *= -1
+            return logits, rows
+
+        monkeypatch.setattr(seen, "look", turned)
+        parting = routers.parting(seen, tuple(ids[:60]), text, other)
+        assert parting is not None and parting.moved == moved and (parting.shift > 0.1) == moved
 
 
 def test_what_bears_on_the_last_position():
