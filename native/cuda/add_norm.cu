@@ -136,42 +136,45 @@ __global__ void __launch_bounds__(kThreads, 1)
 
     // The sum in rank order of pieces q[..] of row r, which the others sent to places 0 .. of `at`; a piece < 0 is not there.
     const auto sums_of = [&]<int kN>(Piece(&total)[kN], const int (&q)[kN], int r, int at) {
-        constexpr int kFrom =
-            kFew ? 1 : kRanks;  // places a piece: the other's, or each rank's, of which mine stays empty
-        const auto rank_of = [&](int i) { return kFew ? 1 - me : i % kFrom; };
-        uint4 got[kN * kFrom];
-        const auto place = [&](int i) {
-            const int c = i / kFrom, k = rank_of(i);
-            return q[c] >= 0 && k < ranks && k != me ? places.parts(mine, k, r) + q[c] - at : nullptr;
-        };
-        take(got, place, peers, turn, rank_of);
+        // Places a piece that are looked at together: the other's, or those of some ranks, of which mine stays empty.
+        constexpr int kAtOnce = kFew ? 1 : 4;
 #pragma unroll
-        for (int c = 0; c < kN; c++) {
-            if (q[c] < 0) continue;
-            const uint4 own = read_bits<kVector>(y[r], q[c] * kPiece, width);
+        for (int first = 0; first < (kFew ? 1 : kRanks); first += kAtOnce) {
+            const auto rank_of = [&](int i) { return kFew ? 1 - me : first + i % kAtOnce; };
+            uint4 got[kN * kAtOnce];
+            const auto place = [&](int i) {
+                const int c = i / kAtOnce, k = rank_of(i);
+                return q[c] >= 0 && k < ranks && k != me ? places.parts(mine, k, r) + q[c] - at : nullptr;
+            };
+            take(got, place, peers, turn, rank_of);
 #pragma unroll
-            for (int k = 0; k < kRanks; k++)
-                if (k < ranks) {
-                    const Piece part = piece_of(k == me ? own : got[c * kFrom + (kFew ? 0 : k)]);
-                    total[c] = k == 0 ? part : total[c] + part;
-                }
+            for (int c = 0; c < kN; c++) {
+                if (q[c] < 0) continue;
+                const uint4 own = read_bits<kVector>(y[r], q[c] * kPiece, width);
+#pragma unroll
+                for (int k = first; k < first + (kFew ? 2 : kAtOnce); k++)
+                    if (k < ranks) {
+                        const Piece part = piece_of(k == me ? own : got[c * kAtOnce + (kFew ? 0 : k - first)]);
+                        total[c] = k == 0 ? part : total[c] + part;
+                    }
+            }
         }
     };
 
     if constexpr (kTwoShots) {
         const int begin = places.first(me, ranks), end = places.first(me + 1, ranks);
+#pragma unroll 1
         for (int r = blockIdx.x; r < rows; r += step)
             for (int q = begin + threadIdx.x; q < end; q += kThreads) {
                 Piece total[1];
                 sums_of(total, {q}, r, begin);
                 const float* const v = total[0].v;
-#pragma unroll
-                for (int k = 0; k < kRanks; k++)
-                    if (k < ranks) {
-                        uint4* const there = places.sums(peers.half_of(k, turn), me, r) + 2 * (q - begin);
-                        send(there, words_of(v));
-                        send(there + 1, words_of(v + 4));
-                    }
+#pragma unroll 1  // registers
+                for (int k = 0; k < ranks; k++) {
+                    uint4* const there = places.sums(peers.half_of(k, turn), me, r) + 2 * (q - begin);
+                    send(there, words_of(v));
+                    send(there + 1, words_of(v + 4));
+                }
             }
     }
 
