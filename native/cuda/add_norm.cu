@@ -4,6 +4,8 @@
 // bytes sent: (ranks - 1) * 14 KB a row in one shot, in two (ranks - 1) / ranks * (14 KB + 28 KB of sums).
 #include "add_norm.h"
 
+#include <type_traits>
+
 #include "comm.h"
 #include "launch.h"
 #include "ops.h"
@@ -101,14 +103,42 @@ __device__ __forceinline__ uint4 read_bits(const bf16* row, int i, int width) {
     return make_uint4(pair(i), pair(i + 2), pair(i + 4), pair(i + 6));
 }
 
-template <bool kVector, int kThreads, int kRanks, bool kTwoShots>
-__global__ void __launch_bounds__(kThreads, 1)
+// The blocks of a cluster as one: the same threads with the same pieces, so the same sums, on several multiprocessors. One of
+// them takes as long to send and take seven copies of a row as the link takes for the rows of all.
+template <int kThreads, int kSplit>
+struct ClusterTeam {
+    static constexpr int kHere = kThreads / kSplit;
+    static __device__ __forceinline__ int thread() { return static_cast<int>(blockIdx.y * kHere + threadIdx.x); }
+    // Once a kernel, after cluster_arrive().
+    static __device__ __forceinline__ float sum(float v) {
+        __shared__ float part[kThreads / kWarp];
+        v = warp_sum(v);
+        cluster_wait();  // all blocks have started
+        if (threadIdx.x % kWarp < kSplit) store_to_block(part + thread() / kWarp, threadIdx.x % kWarp, v);
+        cluster_barrier();
+        v = part[0];
+#pragma unroll
+        for (int w = 1; w < kThreads / kWarp; w++) v += part[w];
+        return v;
+    }
+};
+
+// Several blocks a row (kSplit): then there is one for every row.
+template <bool kVector, int kThreads, int kRanks, bool kTwoShots, int kSplit>
+__global__ void __launch_bounds__(kThreads / kSplit, 1)
     all_reduce_norm_kernel(const __grid_constant__ Result to, RowsPtr y, const __grid_constant__ Peers peers,
                            const __grid_constant__ Places places) {
-    constexpr bool kFew = kRanks == 2;  // so few that registers last for pieces that are waited for together
+    constexpr bool kPair = kRanks == 2, kSplits = kSplit > 1;
+    constexpr bool kTogether = kPair || kSplits;     // registers last for pieces that are waited for together,
+    constexpr bool kEarly = kSplits && kRanks <= 4;  // and for weights meanwhile
+    using Team = std::conditional_t<kSplits, ClusterTeam<kThreads, kSplit>, BlockTeam<kThreads>>;
     const int width = to.width, ranks = peers.ranks, me = peers.rank, step = gridDim.x;
-    Norm<kVector, kThreads, false> norm(to.w, width);
-    prefetch_row(to.w, width);
+    Norm<kVector, kThreads, kEarly, Team> norm(to.w, width);
+    if constexpr (kSplits) cluster_arrive();
+    if constexpr (kEarly)
+        norm.ask_weights();
+    else
+        prefetch_row(to.w, width);
     wait_for_kernel_before();
     let_next_kernel_start();
     const uint32_t turn = peers.next_turn();
@@ -117,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 #pragma unroll 1
     for (int r = blockIdx.x; r < rows; r += step) {
-        for (int q = threadIdx.x; q < places.pieces; q += kThreads) {
+        for (int q = Team::thread(); q < places.pieces; q += kThreads) {
             const uint4 bits = read_bits<kVector>(y[r], q * kPiece, width);
             if constexpr (kTwoShots) {
                 const int owner = places.owner(q, ranks);
@@ -129,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                     if (k < ranks && k != me) send(places.parts(peers.half_of(k, turn), me, r) + q, bits);
             }
         }
-        prefetch_row(to.x_row(r), width);
+        if constexpr (!kSplits) prefetch_row(to.x_row(r), width);
     }
     __syncthreads();
     const bool last = threadIdx.x == 0 && last_to_ask(peers);
@@ -137,10 +167,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     // The sum in rank order of pieces q[..] of row r, which the others sent to places 0 .. of `at`; a piece < 0 is not there.
     const auto sums_of = [&]<int kN>(Piece(&total)[kN], const int (&q)[kN], int r, int at) {
         // Places a piece that are looked at together: the other's, or those of some ranks, of which mine stays empty.
-        constexpr int kAtOnce = kFew ? 1 : 4;
+        constexpr int kAtOnce = kPair ? 1 : kSplits ? kRanks : 4;
 #pragma unroll
-        for (int first = 0; first < (kFew ? 1 : kRanks); first += kAtOnce) {
-            const auto rank_of = [&](int i) { return kFew ? 1 - me : first + i % kAtOnce; };
+        for (int first = 0; first < (kPair ? 1 : kRanks); first += kAtOnce) {
+            const auto rank_of = [&](int i) { return kPair ? 1 - me : first + i % kAtOnce; };
             uint4 got[kN * kAtOnce];
             const auto place = [&](int i) {
                 const int c = i / kAtOnce, k = rank_of(i);
@@ -152,9 +182,9 @@ __global__ void __launch_bounds__(kThreads, 1)
                 if (q[c] < 0) continue;
                 const uint4 own = read_bits<kVector>(y[r], q[c] * kPiece, width);
 #pragma unroll
-                for (int k = first; k < first + (kFew ? 2 : kAtOnce); k++)
+                for (int k = first; k < first + (kPair ? 2 : kAtOnce); k++)
                     if (k < ranks) {
-                        const Piece part = piece_of(k == me ? own : got[c * kAtOnce + (kFew ? 0 : k - first)]);
+                        const Piece part = piece_of(k == me ? own : got[c * kAtOnce + (kPair ? 0 : k - first)]);
                         total[c] = k == 0 ? part : total[c] + part;
                     }
             }
@@ -211,10 +241,10 @@ __global__ void __launch_bounds__(kThreads, 1)
                 }
         };
         const auto piece = [&](int c) {
-            const int q = static_cast<int>(threadIdx.x) + c * kThreads;
+            const int q = Team::thread() + c * kThreads;
             return q < places.pieces ? q : -1;
         };
-        if constexpr (kFew) {
+        if constexpr (kTogether) {
             add(norm.kept, {piece(0), piece(1)});
         } else {
 #pragma unroll
@@ -233,8 +263,8 @@ __global__ void __launch_bounds__(kThreads, 1)
             to.h[r], to.eps, beyond, [](int, const Piece&) {}, [&](int i) { return read_piece<kVector>(x, i, width); });
     }
 
-    if (rows == 0 && blockIdx.x == 0 && static_cast<int>(threadIdx.x) < ranks && static_cast<int>(threadIdx.x) != me) {
-        const int peer = threadIdx.x;
+    const int peer = Team::thread();
+    if (rows == 0 && blockIdx.x == 0 && peer < ranks && peer != me) {
         send(places.parts(peers.half_of(peer, turn), me, 0), {});
         uint4 nothing[1];
         take(nothing, [&](int) { return places.parts(mine, peer, 0); }, peers, turn, [&](int) { return peer; });
@@ -343,15 +373,22 @@ size_t sent_bytes(int rows, int width, int ranks, bool two_shots) {
 }
 
 void add_norm_among(const Peers& peers, const AddNorm& a, bool two_shots) {
-    const int blocks = std::max(1, std::min(a.n_rows.most, most_waiting()));
+    const int rows = std::max(1, a.n_rows.most), most = most_waiting(), blocks = std::max(1, std::min(rows, most));
     by_shape(aligned(a) && aligned16(a.y), a.width, [&]<bool kVector, int kThreads>() {
-        const auto go = [&]<int kRanks, bool kTwoShots>() {
-            launch_as<all_reduce_norm_kernel<kVector, kThreads, kRanks, kTwoShots>>(
-                {.early = true}, blocks, kThreads, result(a), raw(a.y), peers,
+        const auto go = [&]<int kRanks, bool kTwoShots, int kSplit>() {
+            launch_as<all_reduce_norm_kernel<kVector, kThreads, kRanks, kTwoShots, kSplit>>(
+                {.early = true, .cluster = kSplit}, dim3(blocks, kSplit), kThreads / kSplit, result(a), raw(a.y), peers,
                 places_of(a.n_rows.most, a.width, peers.ranks, two_shots));
         };
+        const auto by_split = [&]<int kRanks>() {
+            if constexpr (kVector && kThreads == kWideThreads) {
+                if (bound().major >= 9 && 4 * rows <= most) return go.template operator()<kRanks, false, 4>();
+                if (bound().major >= 9 && 2 * rows <= most) return go.template operator()<kRanks, false, 2>();
+            }
+            go.template operator()<kRanks, false, 1>();
+        };
         const auto by_shots = [&]<int kRanks>() {
-            two_shots ? go.template operator()<kRanks, true>() : go.template operator()<kRanks, false>();
+            two_shots ? go.template operator()<kRanks, true, 1>() : by_split.template operator()<kRanks>();
         };
         if (peers.ranks <= 2)
             by_shots.template operator()<2>();

@@ -140,6 +140,26 @@ __device__ __forceinline__ void cluster_barrier() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::: "memory");
 #endif
 }
+// In two steps: what comes between them waits for nobody.
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;\n" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory");
+#endif
+}
+// To where block `rank` of the cluster, which has started, holds what this one holds at `shared`.
+__device__ __forceinline__ void store_to_block(float* shared, int rank, float v) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{\n.reg .u32 p;\nmapa.shared::cluster.u32 p, %0, %1;\nst.shared::cluster.f32 [p], %2;\n}\n" ::"r"(
+                     shared_address(shared)),
+                 "r"(rank), "f"(v)
+                 : "memory");
+#endif
+}
 // What block `rank` of the cluster holds at the place where this one holds `shared`.
 __device__ __forceinline__ float4 load_of_block(const float* shared, int rank) {
     float4 v{};

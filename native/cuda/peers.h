@@ -129,7 +129,7 @@ __device__ __forceinline__ void take(uint4 (&got)[kN], Place place, const Peers&
 // By one thread of every block, after all threads of it have read next_turn(); true for the last block of the grid, which is to
 // call ended_here(). Two calls, so that nobody waits for the answer of the first.
 __device__ inline bool last_to_ask(const Peers& p) {
-    return add_relaxed_device(&p.box[p.rank]->blocks_under_way, 1) == gridDim.x - 1;
+    return add_relaxed_device(&p.box[p.rank]->blocks_under_way, 1) == gridDim.x * gridDim.y - 1;
 }
 __device__ inline void ended_here(const Peers& p, uint32_t turn) {
     Mailbox* box = p.box[p.rank];

@@ -120,11 +120,18 @@ __device__ __forceinline__ void prefetch_row(const T* row, int width) {
     for (int i = threadIdx.x * kPiece; i < width; i += blockDim.x * kPiece) prefetch(row + i);
 }
 
-// y = v * w / sqrt(mean(v^2) + eps) of one row by one block, in steps: a norm is all latency, so memory is asked for as early as
-// it may be. A thread's squares are summed in the order of its pieces, then those of the warp and of the block.
+// Who norms a row: the threads of a block.
+template <int kThreads>
+struct BlockTeam {
+    static __device__ __forceinline__ int thread() { return threadIdx.x; }
+    static __device__ __forceinline__ float sum(float v) { return block_sum<kThreads>(v); }
+};
+
+// y = v * w / sqrt(mean(v^2) + eps) of one row by one team, in steps: a norm is all latency, so memory is asked for as early as
+// it may be. A thread's squares are summed in the order of its pieces, then those of the warp and of the team.
 // kEarly: ask_weights() is called first of all, and pieces are asked for at once, which takes a read() that changes nothing. Else,
 // where registers do not last, one comes after the other, and weights, brought near before, after the sum.
-template <bool kVector, int kThreads, bool kEarly = true>
+template <bool kVector, int kThreads, bool kEarly = true, class Team = BlockTeam<kThreads>>
 struct Norm {
     const float* w;
     int width;
@@ -132,7 +139,7 @@ struct Norm {
 
     __device__ __forceinline__ Norm(const float* weights, int wide) : w(weights), width(wide) {}
 
-    __device__ __forceinline__ int at(int c) const { return (static_cast<int>(threadIdx.x) + c * kThreads) * kPiece; }
+    __device__ __forceinline__ int at(int c) const { return (Team::thread() + c * kThreads) * kPiece; }
     // Where a thread without a piece reads another's, which it drops: a branch would keep loads apart.
     __device__ __forceinline__ int within(int c) const { return kVector ? min(at(c), width - kPiece) : at(c); }
 
@@ -166,7 +173,7 @@ struct Norm {
             if (at(c) < width) add(at(c), kept[c]);
 #pragma unroll 1  // few rows are so wide, and code must be fetched
         for (int i = at(kKept); i < width; i += kThreads * kPiece) add(i, read(i));
-        const float scale = 1.0f / sqrtf(block_sum<kThreads>(squares) / static_cast<float>(width) + eps);
+        const float scale = 1.0f / sqrtf(Team::sum(squares) / static_cast<float>(width) + eps);
         const auto put = [&](int i, Piece p, const Piece& norm) {
 #pragma unroll
             for (int j = 0; j < kPiece; j++) p.v[j] = p.v[j] * scale * norm.v[j];
