@@ -103,8 +103,7 @@ __device__ __forceinline__ uint4 read_bits(const bf16* row, int i, int width) {
     return make_uint4(pair(i), pair(i + 2), pair(i + 4), pair(i + 6));
 }
 
-// The blocks of a cluster as one: the same threads with the same pieces, so the same sums, on several multiprocessors. One of
-// them takes as long to send and take seven copies of a row as the link takes for the rows of all.
+// The blocks of a cluster as one: the same threads with the same pieces, so the same sums, on several multiprocessors.
 template <int kThreads, int kSplit>
 struct ClusterTeam {
     static constexpr int kHere = kThreads / kSplit;
@@ -123,22 +122,24 @@ struct ClusterTeam {
     }
 };
 
-// Several blocks a row (kSplit): then there is one for every row.
+constexpr int kSplitRow = 4;  // blocks of two ranks' kernels that share a row, where all rows can have so many
+
+// kSplit blocks share a row; if more than one, there is a cluster for every row.
 template <bool kVector, int kThreads, int kRanks, bool kTwoShots, int kSplit>
 __global__ void __launch_bounds__(kThreads / kSplit, 1)
     all_reduce_norm_kernel(const __grid_constant__ Result to, RowsPtr y, const __grid_constant__ Peers peers,
                            const __grid_constant__ Places places) {
+    // Of two ranks registers last for pieces that are waited for together, and in a cluster for weights meanwhile.
     constexpr bool kPair = kRanks == 2, kSplits = kSplit > 1;
-    constexpr bool kTogether = kPair || kSplits;     // registers last for pieces that are waited for together,
-    constexpr bool kEarly = kSplits && kRanks <= 4;  // and for weights meanwhile
     using Team = std::conditional_t<kSplits, ClusterTeam<kThreads, kSplit>, BlockTeam<kThreads>>;
     const int width = to.width, ranks = peers.ranks, me = peers.rank, step = gridDim.x;
-    Norm<kVector, kThreads, kEarly, Team> norm(to.w, width);
-    if constexpr (kSplits) cluster_arrive();
-    if constexpr (kEarly)
+    Norm<kVector, kThreads, kSplits, Team> norm(to.w, width);
+    if constexpr (kSplits) {
+        cluster_arrive();
         norm.ask_weights();
-    else
+    } else {
         prefetch_row(to.w, width);
+    }
     wait_for_kernel_before();
     let_next_kernel_start();
     const uint32_t turn = peers.next_turn();
@@ -167,7 +168,7 @@ __global__ void __launch_bounds__(kThreads / kSplit, 1)
     // The sum in rank order of pieces q[..] of row r, which the others sent to places 0 .. of `at`; a piece < 0 is not there.
     const auto sums_of = [&]<int kN>(Piece(&total)[kN], const int (&q)[kN], int r, int at) {
         // Places a piece that are looked at together: the other's, or those of some ranks, of which mine stays empty.
-        constexpr int kAtOnce = kPair ? 1 : kSplits ? kRanks : 4;
+        constexpr int kAtOnce = kPair ? 1 : 4;
 #pragma unroll
         for (int first = 0; first < (kPair ? 1 : kRanks); first += kAtOnce) {
             const auto rank_of = [&](int i) { return kPair ? 1 - me : first + i % kAtOnce; };
@@ -244,7 +245,7 @@ __global__ void __launch_bounds__(kThreads / kSplit, 1)
             const int q = Team::thread() + c * kThreads;
             return q < places.pieces ? q : -1;
         };
-        if constexpr (kTogether) {
+        if constexpr (kPair) {
             add(norm.kept, {piece(0), piece(1)});
         } else {
 #pragma unroll
@@ -375,20 +376,17 @@ size_t sent_bytes(int rows, int width, int ranks, bool two_shots) {
 void add_norm_among(const Peers& peers, const AddNorm& a, bool two_shots) {
     const int rows = std::max(1, a.n_rows.most), most = most_waiting(), blocks = std::max(1, std::min(rows, most));
     by_shape(aligned(a) && aligned16(a.y), a.width, [&]<bool kVector, int kThreads>() {
-        const auto go = [&]<int kRanks, bool kTwoShots, int kSplit>() {
-            launch_as<all_reduce_norm_kernel<kVector, kThreads, kRanks, kTwoShots, kSplit>>(
-                {.early = true, .cluster = kSplit}, dim3(blocks, kSplit), kThreads / kSplit, result(a), raw(a.y), peers,
-                places_of(a.n_rows.most, a.width, peers.ranks, two_shots));
-        };
-        const auto by_split = [&]<int kRanks>() {
-            if constexpr (kVector && kThreads == kWideThreads) {
-                if (bound().major >= 9 && 4 * rows <= most) return go.template operator()<kRanks, false, 4>();
-                if (bound().major >= 9 && 2 * rows <= most) return go.template operator()<kRanks, false, 2>();
-            }
-            go.template operator()<kRanks, false, 1>();
+        const auto go = [&]<int kRanks, bool kTwoShots, int kBlocks>() {
+            launch_as<all_reduce_norm_kernel<kVector, kThreads, kRanks, kTwoShots, kBlocks>>(
+                {.early = true, .cluster = kBlocks}, dim3(blocks, kBlocks), kThreads / kBlocks, result(a), raw(a.y),
+                peers, places_of(a.n_rows.most, a.width, peers.ranks, two_shots));
         };
         const auto by_shots = [&]<int kRanks>() {
-            two_shots ? go.template operator()<kRanks, true, 1>() : by_split.template operator()<kRanks>();
+            if (two_shots) return go.template operator()<kRanks, true, 1>();
+            if constexpr (kRanks == 2 && kVector && kThreads == kWideThreads)
+                if (bound().major >= 9 && kSplitRow * rows <= most)
+                    return go.template operator()<kRanks, false, kSplitRow>();
+            go.template operator()<kRanks, false, 1>();
         };
         if (peers.ranks <= 2)
             by_shots.template operator()<2>();
