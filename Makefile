@@ -15,7 +15,7 @@ CUDA_TESTS := tests/test_ops.py tests/test_sampling.py tests/test_vocabulary.py 
     tests/test_soak.py tests/test_faults.py tests/test_engine_api.py tests/test_engine_requests.py tests/test_engine_parts.py \
     tests/test_abi.py tests/test_experts.py tests/test_self_check.py tests/test_cuda_build.py tests/test_real_sizes.py \
     tests/test_real_layer.py tests/test_runs.py tests/test_rank_step.py tests/test_transports.py tests/test_real_parallel.py tests/test_partings.py \
-    tests/test_rounds.py
+    tests/test_rounds.py tests/test_rank_failures.py
 CUDA_TESTS_IMPORT := import cffi, click, hypothesis, jinja2, msgpack, numpy, psutil, pytest, pytest_timeout, tiktoken, xdist, zmq
 
 .DEFAULT_GOAL := help
