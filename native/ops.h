@@ -68,6 +68,7 @@ void mla_latent(Rows q_a, Rows kv, Rows qkv_a, Vec q_norm, Vec kv_norm, const Ro
 // o_lat[r][head] = sum over the row's keys of softmax(score) * latent; score = (q_lat . kv row) * score_scale.
 // Keys in position order. With B = 16 * floor(max(0, position - KD_MAX_DEPTH) / 16): keys below B in steps that a backend cuts
 // by the positions of key and row alone (16 keys on the CPU), keys from B on one by one, all with a softmax in fp32.
+// The operation called right before wrote neither kv nor what `v` says: a backend may look at both while that one ends.
 void mla_attention(Rows o_lat, Rows q_lat, Rows kv, const View& v, const Shape& s);
 
 // o[r][head][i] = sum_c o_lat[r][head][c] v_up[head * v_head + i][c].

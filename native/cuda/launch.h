@@ -18,7 +18,8 @@ constexpr int kHopperBlockBytes = 232448;
 struct Launch {
     // The kernel may start while the one before it on the stream still runs, if that one has called let_next_kernel_start()
     // in all its blocks (mma.h). Until it has called wait_for_kernel_before() it may touch nothing but weights: all else may
-    // still be read or written. It may have memory brought to the cache (mma.h: prefetch).
+    // still be read or written. It may have memory brought to the cache (mma.h: prefetch). If the kernel before let it
+    // start only after it had itself waited, what was written before that one is there, too: attention builds on it.
     bool early = false;
     int cluster = 1;  // blocks with the same x and z that run together; the grid's y is a multiple of it
 };

@@ -225,9 +225,11 @@ __device__ inline void wide_values(WideShared& s, const WideJob& job, const CUte
     const bool loads = half == 0 && warp == 0;
     WideLoader loader{static_cast<int>(blockIdx.x)};
     if (loads) {
+        see_global_memory_in_copies();
         loader.enter(s, job);
         for (unsigned n = 0; n < kWideStages; n++) loader.next(s, job, map, n);
     }
+    wait_for_kernel_before();  // partial results of a launch before may still be read
     unsigned n = 0;
     float o[128];
     for (int item = static_cast<int>(blockIdx.x); item < s.plan.items; item += static_cast<int>(gridDim.x)) {
@@ -269,6 +271,8 @@ __device__ inline void wide_values(WideShared& s, const WideJob& job, const CUte
     }
 }
 
+// Before it waits it plans, and asks for the first pages: rows' places and keys below whole_keys were there before the kernel before
+// began (ops.h), and only queries are that one's.
 __global__ __launch_bounds__(kWideThreads, 1) void fold_wide(const __grid_constant__ CUtensorMap keys, WideJob job) {
 #if KD_HOPPER
     extern __shared__ __align__(1024) char aligned_bytes[];
@@ -282,14 +286,15 @@ __global__ __launch_bounds__(kWideThreads, 1) void fold_wide(const __grid_consta
         init_barrier(&s.used, 2 * kWarpgroup / 4);
         show_barriers_to_copies();
     }
-    wait_for_kernel_before();
-    let_next_kernel_start();
     plan_wide(s.plan, reinterpret_cast<WidePlanning&>(s.prob), job);
     const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
-    if (group == 0)
+    if (group == 0) {
+        wait_for_kernel_before();
+        let_next_kernel_start();
         wide_scores(s, job);
-    else
+    } else {
         wide_values(s, job, keys, group - 1);
+    }
 #endif
 }
 
