@@ -26,8 +26,8 @@ struct Choice {
 };
 
 // Products of warpgroups, on sm_90. False where others are no slower: up to 8 rows, and up to 32 of w that is narrow or short.
-template <int kDown, int kAcross, int kInTurn, int kRows>
-using Wide = Tile<kDown, kAcross, kInTurn, kRows, 16, 1, Way::groups>;
+template <int kDown, int kAcross, int kInTurn, int kRows, int kDepth = 16>
+using Wide = Tile<kDown, kAcross, kInTurn, kRows, kDepth, 1, Way::groups>;
 template <class Out>
 bool wide_product(const Product<Out>& p, const Choice& c) {
     const How how{c.early(), true};
@@ -36,6 +36,8 @@ bool wide_product(const Product<Out>& p, const Choice& c) {
         return true;
     };
     if (c.rows <= 8 || (c.rows <= 32 && (c.narrow || c.short_rows))) return false;
+    // A row of 1,024 fits into eight stages; with more, a block would find no room beside those of the kernel before.
+    if (c.rows <= 16 && c.k <= 2 * kRound) return take.template operator()<Wide<4, 2, 4, 16, 8>>(how);
     if (c.rows <= 16) return take.template operator()<Wide<4, 2, 4, 16>>(how);
     if (c.rows <= 32) return take.template operator()<Wide<4, 2, 4, 32>>(how);
     if (c.rows <= 64) {
@@ -100,8 +102,8 @@ __device__ __forceinline__ float gated(float gate, float up) { return gate / (1.
 // grid: pieces of eight elements, rows. Floor: 6 bytes an element / bandwidth.
 template <bool kVector>
 __global__ void __launch_bounds__(kGateThreads) swiglu_kernel(RowsPtr y, RowsPtr x, int width, Number n_rows) {
+    let_next_kernel_start();  // the product behind it asks for weights first
     wait_for_kernel_before();
-    let_next_kernel_start();
     const int r = blockIdx.y;
     if (r >= n_rows()) return;
     const int i = (blockIdx.x * kGateThreads + threadIdx.x) * kColumns;

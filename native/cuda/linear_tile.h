@@ -144,19 +144,17 @@ __device__ __forceinline__ void end_panel(float (&sum)[1][kEights][4]) {
     if constexpr (kPending == 0) products_in(reinterpret_cast<float (&)[4 * kEights]>(sum));
 }
 
-// grid: tiles of rows of x, blocks that share results, tiles of rows of w. Only the first is made for `most`.
+// grid: tiles of rows of x, blocks that share results, tiles of rows of w. Only the first is made for `most`. early: it was launched
+// early, and asks for the weights of its first steps before the kernel before has ended; the next one may start when it has asked
+// for all of them.
 template <class T, bool kVector, class Out, bool kCluster>
 __device__ __forceinline__ void product_of_pieces(char* stages, Out* y, size_t y_stride, RowsPtr x, const bf16* w,
-                                                  int n, int k, Number n_rows, Shares shares) {
+                                                  int n, int k, Number n_rows, Shares shares, bool early) {
     const int row0 = blockIdx.x * T::kRows, out0 = blockIdx.z * T::kOut, outs = n - out0;
     const int thread = threadIdx.x, warp = thread / kWarp;
     const int down = warp % T::kDown, across = warp / T::kDown;
     const int part0 = blockIdx.y * T::kAcross * T::kInTurn;
     const int rounds = (k + kRound - 1) / kRound, steps = rounds * T::kInTurn;
-
-    wait_for_kernel_before();
-    const int rows = min(n_rows() - row0, static_cast<int>(T::kRows));
-    if (rows <= 0) return;
 
     // What a thread brings of each step, one panel of each of the parts that are being computed: a piece of some rows of w and x.
     const int my_row = thread / (kPieces * T::kAcross), my_across = thread / kPieces % T::kAcross;
@@ -169,43 +167,71 @@ __device__ __forceinline__ void product_of_pieces(char* stages, Out* y, size_t y
     const int my_column = (part0 + my_across * T::kInTurn) * kPanel + my_piece * kColumns;
     const bf16* my_weights = w + static_cast<size_t>(out0 + my_row) * static_cast<size_t>(k) + my_column;
     const bf16* my_x = x[row0 + my_row] + my_column;
+    int rows = 0;  // not known yet
     const size_t weights_step = static_cast<size_t>(kStep) * static_cast<size_t>(k);
     const size_t x_step = static_cast<size_t>(kStep) * static_cast<size_t>(x.stride);
     int load_round = 0, load_turn = 0;
-    const auto load_columns = [&]<bool kAll>(char* stage) {
+    const auto load_columns = [&]<bool kAll, bool kOfWeights, bool kOfX>(char* stage) {
         const int column = load_round * kRound + load_turn * kPanel;
         const int left = kAll ? kColumns : k - column - my_column;
         const bf16 *from_weights = my_weights + column, *from_x = my_x + column;
+        if constexpr (kOfWeights) {
 #pragma unroll
-        for (int i = 0; i < T::kOut; i += kStep) {
-            if (i + my_row < outs) fill_piece<kVector>(stage + place(T::kOut, i + my_row), from_weights, left);
-            from_weights += weights_step;
+            for (int i = 0; i < T::kOut; i += kStep) {
+                if (i + my_row < outs) fill_piece<kVector>(stage + place(T::kOut, i + my_row), from_weights, left);
+                from_weights += weights_step;
+            }
         }
+        if constexpr (kOfX) {
 #pragma unroll
-        for (int i = 0; i < T::kRows; i += kStep) {
-            if (i + my_row < rows)
-                fill_piece<kVector>(stage + T::kWeightBytes + place(T::kRows, i + my_row), from_x, left);
-            from_x += x_step;
+            for (int i = 0; i < T::kRows; i += kStep) {
+                if (i + my_row < rows)
+                    fill_piece<kVector>(stage + T::kWeightBytes + place(T::kRows, i + my_row), from_x, left);
+                from_x += x_step;
+            }
         }
         if (++load_round == rounds) load_round = 0, load_turn++;
     };
     const bool all_columns = k % kRound == 0;
-    const auto load = [&](int slot) {
+    const auto load = [&]<bool kOfWeights, bool kOfX>(int slot) {
         char* stage = stages + slot * T::kStageBytes;
-        all_columns ? load_columns.template operator()<true>(stage) : load_columns.template operator()<false>(stage);
+        all_columns ? load_columns.template operator()<true, kOfWeights, kOfX>(stage)
+                    : load_columns.template operator()<false, kOfWeights, kOfX>(stage);
     };
+    constexpr int kFirst = T::kStages - 1;                     // steps that are asked for before one is multiplied
+    const bool weights_first = kVector && early && row0 == 0;  // those rows are there
+    if (weights_first) {
+#pragma unroll 1
+        for (int step = 0; step < min(kFirst, steps); step++) load.template operator()<true, false>(step);
+        load_round = load_turn = 0;
+    }
+    wait_for_kernel_before();
+    rows = min(n_rows() - row0, static_cast<int>(T::kRows));
+    if (rows <= 0) {
+        cp_async_commit();
+        cp_async_wait<0>();
+        return;
+    }
 
     constexpr int kEights = T::kRows / 8;
     constexpr int kLevels = T::kInTurn == 8 ? 3 : T::kInTurn == 4 ? 2 : 1;
     float sum[T::kTall][kEights][4] = {};
     [[maybe_unused]] float held[kLevels][T::kTall][kEights][4];
 
+    if (weights_first) {
+#pragma unroll 1
+        for (int step = 0; step < kFirst; step++) {
+            if (step < steps) load.template operator()<false, true>(step);
+            cp_async_commit();
+        }
+    } else {
 #pragma unroll
-    for (int step = 0; step < T::kStages - 1; step++) {
-        if (step < steps) load(step);
-        cp_async_commit();
+        for (int step = 0; step < kFirst; step++) {
+            if (step < steps) load.template operator()<true, true>(step);
+            cp_async_commit();
+        }
     }
-    int slot = 0, ahead = T::kStages - 1, round = 0, turn = 0;
+    int slot = 0, ahead = kFirst, round = 0, turn = 0;
     for (int step = 0; step < steps; step++) {
         cp_async_wait<T::kStages - 2>();
         if constexpr (T::kWay == Way::groups) fence_for_products();
@@ -214,7 +240,10 @@ __device__ __forceinline__ void product_of_pieces(char* stages, Out* y, size_t y
         const char* from_x = weights + T::kWeightBytes + across * T::kRows * kPanelRow;
         if constexpr (T::kWay == Way::groups)
             start_panel(sum, weights + (across * T::kOut + down / 4 * 64) * kPanelRow, from_x);
-        if (step + T::kStages - 1 < steps) load(ahead);
+        if (step + kFirst < steps)
+            load.template operator()<true, true>(ahead);
+        else if (early)
+            let_next_kernel_start();
         cp_async_commit();
         if constexpr (T::kWay == Way::groups)
             end_panel<0>(sum);
@@ -238,10 +267,11 @@ __device__ __forceinline__ void product_of_pieces(char* stages, Out* y, size_t y
 
 template <class T, bool kVector, class Out, bool kCluster>
 __global__ void __launch_bounds__(T::kThreads, 1)
-    product_kernel(Out* y, size_t y_stride, RowsPtr x, const bf16* w, int n, int k, Number n_rows, Shares shares) {
+    product_kernel(Out* y, size_t y_stride, RowsPtr x, const bf16* w, int n, int k, Number n_rows, Shares shares,
+                   bool early) {
     extern __shared__ __align__(1024) char stages[];
     if constexpr (!T::kHopper || KD_HOPPER)
-        product_of_pieces<T, kVector, Out, kCluster>(stages, y, y_stride, x, w, n, k, n_rows, shares);
+        product_of_pieces<T, kVector, Out, kCluster>(stages, y, y_stride, x, w, n, k, n_rows, shares, early);
 }
 
 template <class Out>
@@ -290,7 +320,7 @@ void run(const Product<Out>& p, How how = {}) {
     const auto go = [&]<bool kCluster>() {
         launch_with<product_kernel<T, kVector, Out, kCluster>, T::kBytes>(
             {how.early, s.cluster}, s.grid(), T::kThreads, p.y, p.y_stride, raw(p.x),
-            reinterpret_cast<const bf16*>(raw(p.w.w)), p.w.n, p.w.k, number(p.n_rows), s.shares);
+            reinterpret_cast<const bf16*>(raw(p.w.w)), p.w.n, p.w.k, number(p.n_rows), s.shares, how.early);
     };
     if constexpr (T::kBlocks > 1) {
         if (s.cluster == s.blocks) return go.template operator()<true>();
