@@ -75,7 +75,7 @@ __global__ __launch_bounds__(kThreads) void query_tiles(RowsPtr q_lat, RowsPtr q
     const int begin = static_cast<int>(blockIdx.y) * kQueryRows, first_turned = begin + column / kQueryColumns;
     const int row = first_turned + thread / rope.pairs * tiles, pair = thread % rope.pairs;
     wait_for_kernel_before();
-    let_next_kernel_start();
+    let_next_kernel_start();  // and not before it has waited: attention looks at the cache before it waits itself
     const int position = row < v.n_rows.most ? static_cast<int>(ask4(v.position + row)) : 0;
     const int end = min(v.n_rows(), begin + kQueryRows);
     const int stride = nope + kPad, pieces = nope / 8, used = (max(end - begin, 0) + kTile - 1) / kTile;
@@ -138,7 +138,7 @@ __global__ __launch_bounds__(kThreads) void query_plain(RowsPtr q_lat, RowsPtr q
     const int r = static_cast<int>(blockIdx.y), tiles = (kv_lora + kThreads - 1) / kThreads + 1;
     const int head = static_cast<int>(blockIdx.x) / tiles, tile = static_cast<int>(blockIdx.x) % tiles;
     wait_for_kernel_before();
-    let_next_kernel_start();
+    let_next_kernel_start();  // as above
     if (r >= v.n_rows()) return;
     if (tile == tiles - 1) {
         turn_query(q_lat, q, rope, v, head, nope, kv_lora, rope_dim, r, r + 1, 1, static_cast<int>(threadIdx.x));
@@ -164,6 +164,7 @@ __global__ __launch_bounds__(kThreads) void value_tiles(RowsPtr o, RowsPtr o_lat
                                                         int kv_lora, int v_head) {
     extern __shared__ __align__(16) char bytes[];
     ValueShared& s = *reinterpret_cast<ValueShared*>(bytes);
+    let_next_kernel_start();  // the product behind it asks for weights first
     const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
     const int first = static_cast<int>(blockIdx.x) * kValueColumns, head = first / v_head;  // rows of v_up
     const int pieces = kv_lora / 8;
@@ -171,7 +172,6 @@ __global__ __launch_bounds__(kThreads) void value_tiles(RowsPtr o, RowsPtr o_lat
     for (int c = thread; c < kValueColumns * pieces; c += kThreads)
         cp_async_16(&s.w[c / pieces][c % pieces * 8], w + static_cast<size_t>(c) * 8);
     wait_for_kernel_before();
-    let_next_kernel_start();
     const int begin = static_cast<int>(blockIdx.y) * kValueRows, end = min(n_rows(), begin + kValueRows);
     const int used = (max(end - begin, 0) + kTile - 1) / kTile;
     for (int c = thread; c < used * kTile * pieces; c += kThreads) {

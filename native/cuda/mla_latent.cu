@@ -52,7 +52,6 @@ __device__ __forceinline__ void append_vectors(const Latent& a, int r) {
     const float4 norm = mine ? *reinterpret_cast<const float4*>(a.kv_norm + c) : float4{};
     if (likely && turns) prefetch_place(a, r, pair);
     wait_for_kernel_before();
-    let_next_kernel_start();
     if (!likely && r >= a.v.n_rows()) return;
     const int n = a.v.n_rows();
     const bf16* const from = a.qkv_a[r] + a.q_lora;
@@ -79,7 +78,6 @@ __device__ __forceinline__ void append_vectors(const Latent& a, int r) {
 __device__ __forceinline__ void append_plain(const Latent& a, int r) {
     const int thread = static_cast<int>(threadIdx.x);
     wait_for_kernel_before();
-    let_next_kernel_start();
     if (r >= a.v.n_rows()) return;
     const bf16* from = a.qkv_a[r] + a.q_lora;
     bf16* to = a.kv[a.v.pool_row(a.v.stream[r], a.v.slot[r])];
@@ -106,6 +104,7 @@ __device__ __forceinline__ void append_plain(const Latent& a, int r) {
 template <bool kVector, int kNormThreads>
 __global__ __launch_bounds__(std::max(kNormThreads,
                                       kAppendThreads)) void latent_rows(const __grid_constant__ Latent a) {
+    let_next_kernel_start();  // the product behind it asks for weights first
     const int r = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
     if (blockIdx.y == 0) {
         if (thread >= kAppendThreads) return;

@@ -47,6 +47,7 @@ __global__ __launch_bounds__(kMergeThreads) void merge_groups(RowsPtr o_lat, Mer
     extern __shared__ __align__(16) char bytes[];
     MergeShared<K>& s = *reinterpret_cast<MergeShared<K>*>(bytes);
     static_assert(K::kKv <= kMergeThreads * kMergeEach && kMostTail == kWarp);
+    let_next_kernel_start();  // what follows asks for weights first
     const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
     const int row = static_cast<int>(blockIdx.x) / job.heads, head = static_cast<int>(blockIdx.x) % job.heads;
     const int r = job.first_row + row;
@@ -94,7 +95,6 @@ __global__ __launch_bounds__(kMergeThreads) void merge_groups(RowsPtr o_lat, Mer
     const float score = lane < tail ? s.score[lane] : -INFINITY;
 
     wait_for_kernel_before();
-    let_next_kernel_start();
     // Every warp weighs all of it: 2^(the largest score of a part - the largest of all).
     const bool mine = kMergeEach * thread < K::kKv;
     const int groups = groups_of(whole);
