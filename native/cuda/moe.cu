@@ -34,9 +34,9 @@ constexpr int kMostStreamed = 256;  // rows; for many, four kernels are faster: 
 // A warp multiplies strips of 32 matrix rows with up to 16 pairs of one expert. It streams bricks of weights through a
 // ring of its own in shared memory, without a stop between one strip and the next; activations come from the caches.
 // Where k is long, a team of up to 8 warps shares a strip: each takes a part of k, and the parts are added in their
-// order. A weight is 4 bits until it is in registers; there it is nibble - 8, exact in bf16, and the scale multiplies
-// the fp32 sum over its 32 columns. What a pair gets depends on its row and the weights only: the columns of a product
-// do not see one another, absent ones are zero, and the parts of k follow from k.
+// order. A weight is 4 bits until it is in registers; there it is nibble - 8, exact in bf16 (and small: w4_math.h), and the
+// scale multiplies the fp32 sum over its 32 columns. What a pair gets depends on its row and the weights only: the columns
+// of a product do not see one another, absent ones are zero, and the parts of k follow from k.
 //
 // Woven sums are those of stream_experts(): a part is not a stretch of k but four bricks of every 32, in two chains of every
 // other two bricks, so that parts are added in pairs, from 0.
@@ -245,7 +245,7 @@ __device__ __forceinline__ void multiply(const Product& p, Feed<kWoven>& feed, u
                 from[i] += (kWoven && first + group == turn ? moe_stream::kLapBricks - first : group) * w4::kBrick;
 #pragma unroll
                 for (int u = 0; u < group; u++) {
-                    v[u][i] = soon[u][i];
+                    v[u][i] = w4::lift(soon[u][i]);
                     if (((kWoven && first + group < turn) || first + group + u < left) && 8 * i + g < item.n)
                         soon[u][i] = load8<kAligned>(x.p + from[i] + u * w4::kBrick);
                 }
@@ -269,6 +269,12 @@ __device__ __forceinline__ void multiply(const Product& p, Feed<kWoven>& feed, u
         for (int i = 0; i < kTiles; i++)
 #pragma unroll
             for (int j = 0; j < 4; j++) d[tile][i][j] += chain[chains - 1][tile][i][j];
+#pragma unroll
+    for (int tile = 0; tile < 2; tile++)
+#pragma unroll
+        for (int i = 0; i < kTiles; i++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) d[tile][i][j] *= w4::lowered(j);
     from_head = from_next;
     begin_item<kAligned>(head, next, from_next, x, feed.bricks);
     if (parts == 1) {

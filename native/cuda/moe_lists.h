@@ -48,6 +48,32 @@ __device__ constexpr int sort_meetings(int experts) {
     return 2 + 2 * ((experts + kThreads - 1) / kThreads);
 }
 
+// At most as many pairs as a warp has lanes, by a warp alone: the same lists.
+template <int kChunkPairs>
+__device__ __forceinline__ void sort_few_pairs(const Lists& to, const int32_t* expert, int pairs, int experts) {
+    constexpr unsigned kAll = 0xffffffffu;
+    const int lane = threadIdx.x % kWarp;
+    int e = lane < pairs ? expert[lane] : experts;
+    if (e < 0 || e > experts) e = experts;
+    const unsigned same = __match_any_sync(kAll, e);
+    const int n = __popc(same), rank = __popc(same & ((1u << lane) - 1));
+    const int n_chunks = e < experts && rank == 0 ? (n + kChunkPairs - 1) / kChunkPairs : 0;
+    int first = 0, chunk = 0, all = 0;
+#pragma unroll 8
+    for (int i = 0; i < pairs; i++) {
+        const int other = __shfl_sync(kAll, e, i), chunks = __shfl_sync(kAll, n_chunks, i);
+        first += other < e;
+        chunk += other < e ? chunks : 0;
+        all += chunks;
+    }
+    if (lane == 0) *to.n_chunks = all;
+    if (lane >= pairs) return;
+    to.chunk_of[lane] = e < experts ? chunk + rank / kChunkPairs : -1;
+    if (e == experts) return;
+    to.pair[first + rank] = lane;
+    if (rank % kChunkPairs == 0) to.chunk[chunk + rank / kChunkPairs] = {e, first + rank, min(kChunkPairs, n - rank)};
+}
+
 // By the first kWarps warps of a block; others call __syncthreads() as often. (A barrier of the first alone would do, but the
 // sanitizer's racecheck takes who was not at it for lagging behind.) Every warp counts the experts of its own stretch of pairs;
 // sums over warps, then over experts, say where each stretch begins in each expert's list; then every warp goes over its stretch

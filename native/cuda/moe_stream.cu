@@ -1,19 +1,21 @@
-// The routed experts in one launch: a block a multiprocessor, in which one warp brings weights and sixteen multiply.
+// The routed experts in one launch: a block a multiprocessor, in which one warp brings weights, one what other blocks have made of
+// gate and up, and sixteen multiply.
 //
 // Floor: the bytes of the experts that have rows (4.5 bits a weight: 3.1 MB each of a TP-8 rank of Kimi K2) at the speed of
-// memory. So the warp that brings never stops: it copies stages of 18 KB into a ring, unit of work after unit of work, and only
-// waits for room. A unit is some strips of gate and up for a chunk of at most eight pairs, or sixteen strips of down, or the
-// sum over slots of some rows and columns. Blocks take units by a counter: first all of gate and up, then down, column range by
-// column range, each with the sums of an earlier range behind it. What a unit needs of others comes as tagged words through the
-// second-level cache, and is only ever needed of units with lower numbers, which blocks have that run: so nothing depends on
-// all blocks running at once. For many rows, tagged results would be too many bytes: a second kernel adds them.
+// memory. So the warp that brings weights waits for no other block: it copies stages of 18 KB into a ring, unit of work after
+// unit of work, and only waits for room. A unit is some strips of gate and up for a chunk of at most eight pairs, or sixteen strips
+// of down, or the sum over slots of some rows and columns. Blocks take units by a counter: first all of gate and up, then down,
+// column range by column range, each with the sums of an earlier range behind it. What a unit needs of others comes as tagged words
+// through the second-level cache, and is only ever needed of units with lower numbers, which blocks have that run: so nothing
+// depends on all blocks running at once. For many rows, tagged results would be too many bytes: a second kernel adds them.
 //
 // What orders what in a block. A stage: copies complete a phase of `full`, which every member waits for before it reads; having read,
 // each lane fences its reads against copies, its warp arrives at `empty`, and who copies has waited for that. A unit: the warp that
-// brings writes what it is and, for down, activations, and arrives at `told`; members read and arrive at `heard`, for which it waits
-// before it writes the same place again. The sums of a strip: members write and arrive at `summed`; those that add wait for it, read and
-// arrive at `added`, for which all wait before they write the same place again. Only stages are written by copies, so only they need
-// fences. From block to block: a word and its tag are one store and one load, so nothing else is to be ordered.
+// brings weights writes what it is and arrives at `planned`; for down the other one waits for that, writes activations and arrives
+// at `told`, else the first does. Members wait for `told`, read and arrive at `heard`, as the other one does; the first waits for all
+// of these before it writes the same place again. The sums of a strip: members write and arrive at `summed`; those that add wait for
+// it, read and arrive at `added`, for which all wait before they write the same place again. Only stages are written by copies, so
+// only they need fences. From block to block: a word and its tag are one store and one load, so nothing else is to be ordered.
 //
 // Sums: the order of moe_stream.h, a member a chain. Slots are added in their order, from 0, then y.
 #include "moe_stream.h"
@@ -32,10 +34,16 @@ namespace {
 
 using namespace moe_stream;
 
+// By all lanes of a warp, for it.
+__device__ __forceinline__ void arrive_together(Barrier* b, int times = 1) {
+    __syncwarp();
+    if (arrives(this_thread())) arrive(b, times);
+}
+
 // Activations of some pairs to shared memory, each when it has been told, and zeros where there is no pair. By a warp; lane i has
 // pair i.
-__device__ __forceinline__ void bring_acts(char (&to)[kPairs][kActsRow], const uint64_t* acts, int pair, int n,
-                                           uint32_t tag) {
+__device__ __forceinline__ void take_acts(char (&to)[kPairs][kActsRow], const uint64_t* acts, int pair, int n,
+                                          uint32_t tag) {
     constexpr int kAtOnce = 4;
     const int lane = threadIdx.x % kWarp;
     for (int first = 0; first < kPairs; first += kAtOnce) {
@@ -64,15 +72,13 @@ __device__ __forceinline__ void bring_acts(char (&to)[kPairs][kActsRow], const u
 #pragma unroll
             for (int half = 0; half < 2; half++)
                 *reinterpret_cast<uint2*>(to[first + i] + half * kInter + lane * 8) = {
-                    static_cast<uint32_t>(v[i][half][0]), static_cast<uint32_t>(v[i][half][1])};
+                    w4::lift(static_cast<uint32_t>(v[i][half][0])), w4::lift(static_cast<uint32_t>(v[i][half][1]))};
     }
 }
 
-// The warp that brings. A unit of gate and up has its rows of activations first, each a stage, then its weights. A unit of down is
-// told when its activations are there; its weights are under way by then.
+// The warp that brings weights. A unit of gate and up has its rows of activations first, each a stage.
 __device__ __forceinline__ void bring(const Work& p, Room& room, const Lists& lists, const Plan& plan, int ticket) {
     const int lane = threadIdx.x % kWarp;
-    const uint32_t tag = room.tag;
     Place<kStages> at;
     Place<kUnits> to;
     // One more stage, when there is room, of two copies at most.
@@ -95,21 +101,22 @@ __device__ __forceinline__ void bring(const Work& p, Room& room, const Lists& li
     };
     while (true) {
         Unit unit = plan(__shfl_sync(0xffffffffu, ticket, 0));
-        if (lane == 0 && unit.kind != kEnd) ticket = static_cast<int>(atomicAdd(&p.turn->ticket, 1u));
+        // A block that begins with down has found nothing else: it waits for others, and takes no more until they are through.
+        const bool late = unit.kind == kDown && to.n == 0;
+        const auto take = [&] {
+            if (lane == 0) ticket = static_cast<int>(atomicAdd(&p.turn->ticket, 1u));
+        };
+        if (unit.kind != kEnd && !late) take();
         Chunk chunk{};
         if (unit.kind == kGate || unit.kind == kDown) chunk = lists.chunk[unit.chunk];
         const int pair = lane < chunk.n ? lists.pair[chunk.first + lane] : -1;
         unit.n = chunk.n;
-        if (unit.kind == kDown)
-            weights(p.down_q, p.down_s, (static_cast<size_t>(chunk.expert) * p.down_strips + unit.strip) * kDownBricks,
-                    kDownStages);
         wait(room.heard + to.slot(), to.parity() ^ 1);
-        if (unit.kind == kDown) bring_acts(room.acts[to.slot()], p.acts, pair, chunk.n, tag);
         if (lane < kPairs) room.unit_pair[to.slot()][lane] = pair;
         if (lane == 0) room.unit[to.slot()] = unit;
-        __syncwarp();
-        if (arrives(lane)) arrive(room.told + to.slot());
-        to.advance(1);
+        arrive_together(room.planned + to.slot());
+        if (unit.kind != kDown) arrive_together(room.told + to.slot());
+        if (unit.kind == kEnd) break;
         if (unit.kind == kGate) {
             for (int i = 0; i < chunk.n; i++)
                 stage(reinterpret_cast<const char*>(p.x[__shfl_sync(0xffffffffu, pair, i) / p.slots]), p.steps * kXStep,
@@ -117,20 +124,39 @@ __device__ __forceinline__ void bring(const Work& p, Room& room, const Lists& li
             weights(p.gate_q, p.gate_s,
                     (static_cast<size_t>(chunk.expert) * kGateStrips + unit.strip) * p.steps * kStageBricks,
                     unit.strips * p.steps);
+        } else if (unit.kind == kDown) {
+            weights(p.down_q, p.down_s, (static_cast<size_t>(chunk.expert) * p.down_strips + unit.strip) * kDownBricks,
+                    kDownStages);
         }
-        if (unit.kind == kEnd) break;
+        if (late) {
+            wait(room.told + to.slot(), to.parity());
+            take();
+        }
+        to.advance(1);
     }
     if (lane == 0 && count_in(&p.turn->ended) == gridDim.x - 1) {
         p.turn->ticket = 0;
         p.turn->ended = 0;
-        p.turn->epoch = tag;
+        p.turn->epoch = room.tag;
     }
 }
 
-// By all lanes of a warp, for it.
-__device__ __forceinline__ void arrive_together(Barrier* b, int times = 1) {
-    __syncwarp();
-    if (arrives(this_thread())) arrive(b, times);
+// The warp that brings activations, for units of down, of which it tells: it waits for other blocks while weights are under way.
+__device__ __forceinline__ void bring_acts(const Work& p, Room& room) {
+    const int lane = threadIdx.x % kWarp;
+    Place<kUnits> at;
+    int kind;
+    do {
+        wait(room.planned + at.slot(), at.parity());
+        kind = room.unit[at.slot()].kind;
+        if (kind == kDown) {
+            take_acts(room.acts[at.slot()], p.acts, lane < kPairs ? room.unit_pair[at.slot()][lane] : -1,
+                      room.unit[at.slot()].n, room.tag);
+            arrive_together(room.told + at.slot());
+        }
+        arrive_together(room.heard + at.slot());
+        at.advance(1);
+    } while (kind != kEnd);
 }
 
 // By all lanes of a member that has read what it needs of a stage. Each has to say itself that its reads come before the next copy to
@@ -164,6 +190,8 @@ __device__ __forceinline__ void end_strip(const Work& p, Room& room, int left, c
         gate += (s0.x + s1.x) + (s2.x + s3.x);
         up += (s0.y + s1.y) + (s2.y + s3.y);
     }
+    gate *= w4::kLower;
+    up *= w4::kLowerUpper;
     arrive_together(room.added + at.slot());
     // The lane has one column of a pair; its neighbour's is the other half of a word.
     const float own = gate / (1 + expf(-gate)) * up, other = __shfl_xor_sync(0xffffffffu, own, 4);
@@ -174,7 +202,14 @@ __device__ __forceinline__ void end_strip(const Work& p, Room& room, int left, c
              pack_bf16(own, other), room.tag);
 }
 
+// Stages of a strip of gate and up, if the compiler is to know how many.
+template <int kSteps>
+__device__ __forceinline__ int steps_of(const Work& p) {
+    return kSteps > 0 ? kSteps : p.steps;
+}
+
 // The activations of a member's bricks of a strip, of the unit's pairs: lanes of column g have pair g's, or zeros.
+template <int kSteps>
 __device__ __forceinline__ void take_rows(const Work& p, Room& room, int slot, Place<kStages>& at, uint4 (&v)[kHeld]) {
     const int thread = this_thread(), warp = thread / kWarp, lane = thread % kWarp, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -188,36 +223,39 @@ __device__ __forceinline__ void take_rows(const Work& p, Room& room, int slot, P
             const char* const from = room.stage[at.slot()] + warp * kChainRun * (w4::kBrick * 2) + t * 16;
 #pragma unroll
             for (int j = 0; j < kGateBricks; j++) {
-                if (j / kChainRun >= p.steps) break;
+                if (j / kChainRun >= steps_of<kSteps>(p)) break;
                 const uint4 acts = load16(from + j / kChainRun * kXStep + j % kChainRun * (w4::kBrick * 2));
                 if (j < kHeld)
                     v[j] = acts;
                 else
-                    room.unheld[warp][j - kHeld][lane] = acts;
+                    room.unheld[warp][j - kHeld][lane] = w4::lift(acts);
             }
         }
         leave_stage(room, at.slot());
         at.advance(1);
     }
+#pragma unroll
+    for (int j = 0; j < kHeld; j++) v[j] = w4::lift(v[j]);
 }
 
 // Some strips of gate and up for the unit's pairs.
+template <int kSteps>
 __device__ __forceinline__ void gate(const Work& p, Room& room, int slot, Place<kStages>& at) {
-    const int thread = this_thread(), warp = thread / kWarp, lane = thread % kWarp, g = lane / 4;
     uint4 v[kHeld];
-    take_rows(p, room, slot, at, v);
-    const char* const words = room.stage[0] + warp * 2 * kBrickQ + lane * 16;
-    const char* const scales = room.stage[0] + kStageQ + warp * 2 * kBrickS + g * 8;
+    take_rows<kSteps>(p, room, slot, at, v);
     int left = room.unit[slot].strips;
 #pragma unroll 1
     do {
+        const int thread = this_thread(), warp = thread / kWarp, lane = thread % kWarp, g = lane / 4;
+        const char* const first_q = room.stage[0] + warp * 2 * kBrickQ + lane * 16;
+        const char* const first_s = room.stage[0] + kStageQ + warp * 2 * kBrickS + g * 8;
         float d[2][4] = {};
 #pragma unroll
         for (int j = 0; j < kMostSteps; j++) {
-            if (j >= p.steps) break;
+            if (j >= steps_of<kSteps>(p)) break;
             wait(room.full + at.slot(), at.parity());
-            const char* const q = words + at.slot() * kStageBytes;
-            const char* const s = scales + at.slot() * kStageBytes;
+            const char* const q = first_q + at.slot() * kStageBytes;
+            const char* const s = first_s + at.slot() * kStageBytes;
 #pragma unroll
             for (int b = 0; b < 2; b++) {
                 const int brick = 2 * j + b;
@@ -236,21 +274,28 @@ template <bool kTagged>
 __device__ __forceinline__ void down(const Work& p, Room& room, int slot, Place<kStages>& at) {
     const int thread = this_thread(), warp = thread / kWarp, lane = thread % kWarp, g = lane / 4, t = lane % 4;
     float d[2][4] = {};
-    const auto multiply = [&](const char* stage) {
-        const char* const q = stage + warp % kStageStrips * kDownBricks * kBrickQ + lane * 16;
-        const char* const s = stage + kStageQ + warp % kStageStrips * kDownBricks * kBrickS + g * 8;
-        const char* const v = room.acts[slot][g] + t * 16;
-#pragma unroll 2
-        for (int b = 0; b < kDownBricks; b++)
-            w4::multiply_brick(d, load16(q + b * kBrickQ), *reinterpret_cast<const uint2*>(s + b * kBrickS),
-                               load16(v + b * w4::kBrick * 2));
-    };
     // A member sees one stage of a unit's and leaves it for the members that have nothing in it. Its stages of all units are in the same
     // places of the ring, so it sees these every time round, and has seen the last time when it waits for the next.
     Place<kStages> own = at;
     own.advance(warp / kStageStrips);
     wait(room.full + own.slot(), own.parity());
-    multiply(room.stage[own.slot()]);
+    const char* const q = room.stage[own.slot()] + warp % kStageStrips * kDownBricks * kBrickQ + lane * 16;
+    const char* const s = room.stage[own.slot()] + kStageQ + warp % kStageStrips * kDownBricks * kBrickS + g * 8;
+    const char* const v = room.acts[slot][g] + t * 16;
+    constexpr int kAtOnce = 4;
+#pragma unroll 1
+    for (int first = 0; first < kDownBricks; first += kAtOnce) {
+        uint4 words[kAtOnce];
+        uint2 scales[kAtOnce];
+#pragma unroll
+        for (int b = 0; b < kAtOnce; b++) {
+            words[b] = load16(q + (first + b) * kBrickQ);
+            scales[b] = *reinterpret_cast<const uint2*>(s + (first + b) * kBrickS);
+        }
+#pragma unroll
+        for (int b = 0; b < kAtOnce; b++)
+            w4::multiply_brick(d, words[b], scales[b], load16(v + (first + b) * w4::kBrick * 2));
+    }
     leave_stage(room, own.slot(), kMembers / kStageStrips);
     at.advance(kDownStages);
     const size_t hidden = static_cast<size_t>(p.down_strips) * w4::kStrip;
@@ -262,7 +307,8 @@ __device__ __forceinline__ void down(const Work& p, Room& room, int slot, Place<
         const size_t to = static_cast<size_t>(pair) * hidden + column;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const float value = d[i / 2][j + i % 2 * 2];
+            const int of = j + i % 2 * 2;
+            const float value = d[i / 2][of] * w4::lowered(of);
             if constexpr (kTagged)
                 tell(static_cast<uint64_t*>(p.outs) + to + i * 8, __float_as_uint(value), room.tag);
             else
@@ -315,8 +361,8 @@ __device__ __forceinline__ void add_slots(const Work& p, Room& room, int slot_of
     for (int j = 0; j < 2; j++) y[j] = __float2bfloat16_rn(old[j] + sum[j]);
 }
 
-// kAdd: here, else by a kernel after this. kListed: pairs have been listed.
-template <bool kAdd, bool kListed>
+// kAdd: here, else by a kernel after this. kListed: pairs have been listed. kSteps: see steps_of.
+template <bool kAdd, bool kListed, int kSteps>
 __global__ void __launch_bounds__(kThreads, 1) stream_kernel(const __grid_constant__ Work p) {
 #if __CUDA_ARCH__ >= 1200
     if constexpr (sizeof(Room) > kBlockBytes) return;  // never launched there
@@ -330,8 +376,9 @@ __global__ void __launch_bounds__(kThreads, 1) stream_kernel(const __grid_consta
             init_barrier(room.empty + i, kMembers * kWarpArrivals);
         }
         for (int i = 0; i < kUnits; i++) {
+            init_barrier(room.planned + i, kWarpArrivals);
             init_barrier(room.told + i, kWarpArrivals);
-            init_barrier(room.heard + i, kMembers * kWarpArrivals);
+            init_barrier(room.heard + i, (kMembers + 1) * kWarpArrivals);
         }
         for (int i = 0; i < kSums; i++) {
             init_barrier(room.summed + i, kMembers * kWarpArrivals);
@@ -341,31 +388,40 @@ __global__ void __launch_bounds__(kThreads, 1) stream_kernel(const __grid_consta
         show_barriers_to_copies();
     }
     if (!kListed && warp < kMembers) clear(room.sort);
+    leave_shared_memory_to_copies();
+    __syncthreads();
     wait_for_kernel_before();
     let_next_kernel_start();
-    const int n_rows = p.n_rows();
-    int ticket = 0;
-    Lists lists = p.lists;
-    if constexpr (!kListed) lists = {&room.n_chunks, room.chunk, room.pair, room.chunk_of};
+    const int n_rows = p.n_rows(), pairs = n_rows * p.slots;
     const bool first = thread == kMembers * kWarp;
-    if (first) ticket = static_cast<int>(atomicAdd(&p.turn->ticket, 1u));
-    if (warp == kMembers) {
-        const uint32_t epoch = p.turn->epoch;
-        if constexpr (!kListed)
+    const int ticket = first ? static_cast<int>(atomicAdd(&p.turn->ticket, 1u)) : 0;
+    const uint32_t epoch = warp == kMembers ? p.turn->epoch : 0;
+    Lists lists = p.lists;
+    if constexpr (!kListed) {
+        lists = {&room.n_chunks, room.chunk, room.pair, room.chunk_of};
+        // Nobody but the warp that brings weights needs the lists before it has told of a unit, so few pairs it sorts alone.
+        if (pairs <= kWarp) {
+            if (warp == kMembers) sort_few_pairs<kPairs>(lists, p.expert, pairs, p.experts);
+        } else {
+            if (warp < kMembers)
+                sort_pairs<kPairs>(lists, room.sort, p.expert, pairs, p.experts);
+            else
 #pragma unroll 1
-            for (int i = 0; i < sort_meetings<kMembers>(p.experts); i++) __syncthreads();
+                for (int i = 0; i < sort_meetings<kMembers>(p.experts); i++) __syncthreads();
+            leave_shared_memory_to_copies();
+            __syncthreads();
+        }
+    }
+    if (warp == kMembers) {
         // Only now, so that nobody who sorts waits for what memory answers.
         if (first) {
             room.tag = epoch + 1 ? epoch + 1 : 1;  // 0 is what words hold at first
             see_global_memory_in_copies();
         }
-    } else if constexpr (!kListed) {
-        sort_pairs<kPairs>(lists, room.sort, p.expert, n_rows * p.slots, p.experts);
+        __syncwarp();
+        return bring(p, room, lists, Plan(p, *lists.n_chunks, kAdd ? n_rows : 0), ticket);
     }
-    leave_shared_memory_to_copies();
-    __syncthreads();
-    const Plan plan(p, *lists.n_chunks, kAdd ? n_rows : 0);
-    if (warp == kMembers) return bring(p, room, lists, plan, ticket);
+    if (warp > kMembers) return bring_acts(p, room);
 
     Place<kStages> at;
     while (true) {
@@ -374,7 +430,7 @@ __global__ void __launch_bounds__(kThreads, 1) stream_kernel(const __grid_consta
         const int kind = room.unit[from.slot()].kind;
         if (kind == kEnd) return;
         if (kind == kGate)
-            gate(p, room, from.slot(), at);
+            gate<kSteps>(p, room, from.slot(), at);
         else if (kind == kDown)
             down<kAdd>(p, room, from.slot(), at);
         else if constexpr (kAdd)
@@ -426,7 +482,11 @@ void stream_experts(Rows y, Rows h, const int32_t* expert, const float* weight, 
     p.acts = words + turn_words;
     p.outs = few ? static_cast<void*>(p.acts + acts) : scratch<float>(Use::moe_out, results);
     const auto go = [&]<bool kAdd, bool kListed>() {
-        launch_with<stream_kernel<kAdd, kListed>, sizeof(Room)>({.early = true}, bound().processors, kThreads, p);
+        const auto with = [&]<int kSteps>() {
+            launch_with<stream_kernel<kAdd, kListed, kSteps>, sizeof(Room)>({.early = true}, bound().processors,
+                                                                            kThreads, p);
+        };
+        p.steps == kMostSteps ? with.template operator()<kMostSteps>() : with.template operator()<0>();
     };
     if (few) return go.template operator()<true, false>();
     go.template operator()<false, true>();

@@ -12,7 +12,7 @@
 namespace kd::cuda::moe_stream {
 
 constexpr int kMembers = kChains;                                   // warps that multiply
-constexpr int kThreads = (kMembers + 1) * kWarp;                    // the last warp brings
+constexpr int kThreads = (kMembers + 2) * kWarp;                    // one brings weights, the last activations of down
 constexpr int kPairs = 8;                                           // of a chunk
 constexpr int kBrickQ = w4::kWords * 4, kBrickS = w4::kScales * 2;  // bytes
 constexpr int kStageBricks = kLapBricks;
@@ -78,7 +78,7 @@ struct Room {
     unsigned had_units[kMembers], had_strips[kMembers];
     Unit unit[kUnits];
     int unit_pair[kUnits][kPairs];  // -1: none
-    Barrier full[kStages], empty[kStages], told[kUnits], heard[kUnits], summed[kSums], added[kSums];
+    Barrier full[kStages], empty[kStages], planned[kUnits], told[kUnits], heard[kUnits], summed[kSums], added[kSums];
 };
 constexpr int kOwnBytes = 1024;  // what a launch takes of a block's memory, as nothing is declared statically
 static_assert(sizeof(Room) + kOwnBytes <= kHopperBlockBytes);
@@ -105,12 +105,12 @@ __device__ __forceinline__ int this_thread() {
 
 // Which unit a number is.
 struct Plan {
-    int n_chunks, run, gate_units, groups, ranges, lag, all;
+    int n_chunks, run_bits, gate_units, groups, ranges, lag, all;
 
-    __device__ Plan(const Work& p, int chunks, int summed_rows) : n_chunks(chunks), run(1) {
+    __device__ Plan(const Work& p, int chunks, int summed_rows) : n_chunks(chunks), run_bits(0) {
         // Strips in a row share activations; fewer in a row where there are few strips for each block.
-        while (run < 4 && n_chunks * kGateStrips / (2 * run) >= 8 * static_cast<int>(gridDim.x)) run *= 2;
-        gate_units = n_chunks * (kGateStrips / run);
+        while (run_bits < 2 && n_chunks * (kGateStrips / 2) >> run_bits >= 8 * static_cast<int>(gridDim.x)) run_bits++;
+        gate_units = n_chunks * (kGateStrips >> run_bits);
         groups = (summed_rows + kSumRows - 1) / kSumRows;
         ranges = p.down_strips / kMembers;
         // A sum comes four units a block after what it needs, or at the end.
@@ -120,8 +120,8 @@ struct Plan {
     __device__ Unit operator()(int i) const {
         if (i >= all) return {kEnd, 0, 0, 0, 0};
         if (i < gate_units) {
-            const int runs = kGateStrips / run;
-            return {kGate, i / runs, i % runs * run, run, 0};
+            const int strip = i << run_bits;
+            return {kGate, strip / kGateStrips, strip % kGateStrips, 1 << run_bits, 0};
         }
         i -= gate_units;
         if (i < lag * n_chunks) return {kDown, i % n_chunks, i / n_chunks * kMembers, kMembers, 0};
