@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +18,7 @@ import click
 
 from kdctl.model import ProgressLine
 from kdctl.output import DURATION, FAILED, NOT_RUNNING, REFUSED, TIMEOUT, Failure, Settings, command
+from kdctl.started import alive, on_its_way, remember, remembered
 
 LOG_LINES_ON_FAILURE = 20
 MAX_LOG_BYTES = 64 << 20
@@ -29,7 +33,7 @@ def _paths(settings: Settings, flags: dict[str, Any], file: str | None) -> tuple
 
 
 def _owner(settings: Settings) -> int | None:
-    """The pid of the daemon that answers, or None."""
+    """The pid of the daemon that answers, or of one that was started and does not answer yet, or None."""
     from kd.client import KdClientError
 
     try:
@@ -37,24 +41,49 @@ def _owner(settings: Settings) -> int | None:
     except KdClientError as error:
         settings.close()
         if error.name == "NOT_RUNNING":
-            return None
+            return on_its_way(settings)
         raise
 
 
-def _tail(path: Path, lines: int) -> list[str]:
+def _tail(path: Path, lines: int, since: int = 0) -> list[str]:
+    """The last lines of what a file has from byte `since` on."""
     try:
         with path.open("rb") as f:
+            f.seek(since)
             return [one.decode("utf-8", "replace").rstrip("\n") for one in collections.deque(f, maxlen=lines)]
     except OSError:
         return []
+
+
+def _reason(lines: list[str]) -> str:
+    """Why a daemon ended, in its own words: of its log, JSON or text, or said before it had one. "" if it said nothing."""
+    for one in lines:
+        if one.startswith("kd: "):
+            return one[4:]
+        if found := re.match(r"\S+Z error +(?:state failed reason=)?(.*)", one):
+            return found[1]
+        try:
+            record = json.loads(one)
+            if record["level"] == "error":
+                return str(record.get("reason") or record["message"])
+        except (ValueError, TypeError, KeyError):
+            pass
+    return ""
+
+
+def _log_end(log: Path) -> int:
+    """Where the next daemon's lines will begin: a log that has become long is put aside."""
+    size = log.stat().st_size if log.exists() else 0
+    if size <= MAX_LOG_BYTES:
+        return size
+    log.replace(log.with_suffix(".log.1"))
+    return 0
 
 
 def spawn(settings: Settings, arguments: list[str], log: Path, cwd: str | None = None) -> subprocess.Popen:
     """The daemon in a process group of its own, its output in `log`. cwd: what its relative paths are relative to."""
     import kd
 
-    if log.exists() and log.stat().st_size > MAX_LOG_BYTES:
-        log.replace(log.with_suffix(".log.1"))
     package = str(Path(kd.__file__).resolve().parents[1])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])}
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -73,8 +102,11 @@ def spawn(settings: Settings, arguments: list[str], log: Path, cwd: str | None =
         os.close(out)
 
 
-def wait_until(settings: Settings, child: subprocess.Popen, log: Path, wait: str, timeout_s: float) -> dict[str, Any]:
-    """Wait for a started daemon; its last answer to STATUS. Raises Failure with the end of its log."""
+def wait_until(
+    settings: Settings, child: subprocess.Popen, log: Path, wait: str, timeout_s: float, since: int = 0
+) -> dict[str, Any]:
+    """Wait for a started daemon; its last answer to STATUS. Raises Failure with its reason and the end of its log, in which its
+    own lines begin at byte `since`."""
     from kd.client import KdClientError
 
     progress = ProgressLine(settings)
@@ -85,10 +117,11 @@ def wait_until(settings: Settings, child: subprocess.Popen, log: Path, wait: str
         if code is not None:
             progress.end()
             # The daemon says in plain words why it did not start; the rest of the log is for those who want more.
-            tail = _tail(log, LOG_LINES_ON_FAILURE)
-            settings.note("\n".join(tail))
+            tail = _tail(log, LOG_LINES_ON_FAILURE, since)
+            reason = _reason(tail)
+            what = f"the daemon ended with exit status {code} before it was {wait}; its log is {log}"
             raise Failure(
-                f"the daemon ended with exit status {code} before it was {wait}; its log is {log}",
+                f"{reason} ({what})" if reason else what,
                 REFUSED if code == 69 else 1,
                 "START_FAILED",
                 exit_status=code,
@@ -115,25 +148,6 @@ def wait_until(settings: Settings, child: subprocess.Popen, log: Path, wait: str
         pid=child.pid,
         log=str(log),
     )
-
-
-def _remember(
-    path: Path, pid: int, model: str | None, config_file: str | None, options: tuple[str, ...], cwd: str
-) -> None:
-    """For `restart`. Replaced as a whole, and readable by its owner alone, as a log is."""
-    new = path.with_suffix(".new")
-    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as f:
-        json.dump({"pid": pid, "model": model, "config": config_file, "set": options, "cwd": cwd}, f)
-    new.replace(path)
-
-
-def _remembered(path: Path, pid: int | None) -> dict[str, Any]:
-    """What the daemon that runs as `pid`, or else the last one, was started with; empty if that was not by `kdctl`."""
-    try:
-        told = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return told if isinstance(told, dict) and pid in (None, told.get("pid")) else {}
 
 
 def _checked(
@@ -205,12 +219,14 @@ def _start(
     if config.origin("server.log_format") == "built-in":
         arguments += ["--log-format", "json"]  # this log is a file, read by programs as often as by people
     before = paths.started.read_bytes() if paths.started.exists() else None
+    since = _log_end(paths.log)
     child = spawn(settings, arguments, paths.log, cwd)
-    _remember(paths.started, child.pid, model, config_file, options, cwd)
+    told = {"model": model, "config": config_file, "set": options, "cwd": cwd, "endpoint": settings.endpoint}
+    remember(paths.started, child.pid, **told)
     data = {"pid": child.pid, "log": str(paths.log), "state": "starting", "model": None}
     if wait != "none":
         try:
-            answer = wait_until(settings, child, paths.log, wait, timeout_s)
+            answer = wait_until(settings, child, paths.log, wait, timeout_s, since)
         except Failure:
             if before and child.poll() is not None:  # what has never served is nothing to start again
                 paths.started.write_bytes(before)
@@ -274,11 +290,23 @@ def start(
 
 
 def _stop(settings: Settings, now: bool, drain_s: float | None) -> dict[str, Any]:
-    client = settings.client()
-    pid = client.hello()["pid"]
-    socket = client.endpoints["control"] or ""
-    client.stop(now=now, deadline_ms=int((drain_s or 0) * 1000))
-    settings.close()
+    from kd.client import KdClientError
+
+    socket = ""
+    try:
+        client = settings.client()
+        pid = client.hello()["pid"]
+        socket = client.endpoints["control"] or ""
+        client.stop(now=now, deadline_ms=int((drain_s or 0) * 1000))
+    except KdClientError as error:
+        early = on_its_way(settings) if error.name == "NOT_RUNNING" else None
+        if early is None:
+            raise
+        pid = early
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)  # it has no socket to ask through, and so no requests to let finish
+    finally:
+        settings.close()
     limit = time.monotonic() + (0 if now else drain_s or 30) + 15
     try:
         _wait_for_end(settings, pid, socket, limit)
@@ -289,7 +317,7 @@ def _stop(settings: Settings, now: bool, drain_s: float | None) -> dict[str, Any
 
 
 def _wait_for_end(settings: Settings, pid: int, socket: str, limit: float) -> None:
-    while _alive(pid, socket):
+    while alive(pid, socket):
         if time.monotonic() > limit:
             raise Failure(
                 f"the daemon (pid {pid}) has not ended in time: `{settings.command('stop --now')}`, or as "
@@ -301,18 +329,6 @@ def _wait_for_end(settings: Settings, pid: int, socket: str, limit: float) -> No
         time.sleep(POLL_S)
 
 
-def _alive(pid: int, endpoint: str) -> bool:
-    """Whether the process still runs. A pid we may not signal is alive; a zombie is not."""
-    try:
-        os.kill(pid, 0)
-        with open(f"/proc/{pid}/stat", "rb") as f:
-            return f.read().rpartition(b")")[2].split()[0] != b"Z"
-    except (ProcessLookupError, FileNotFoundError):
-        return False
-    except PermissionError:
-        return endpoint.startswith("ipc://") and os.path.exists(endpoint[6:])
-
-
 @command()
 @click.option("--drain", "drain_s", type=DURATION, help="How long running requests may go on (default: the daemon's).")
 @click.option("--now", is_flag=True, help="End running requests at once.")
@@ -321,6 +337,14 @@ def stop(settings: Settings, drain_s: float | None, now: bool) -> None:
     """Stop the daemon and wait until it is gone. Exits with 3 if it is not running."""
     data = _stop(settings, now, drain_s)
     settings.emit("stop", data, lambda: click.echo(f"stopped, pid was {data['pid']}"))
+
+
+def _model_of(told: dict[str, Any]) -> str | None:
+    """The model folder that a daemon told this loads, or None if it is not told."""
+    model = told.get("model")
+    for item in told.get("set", ()):
+        model = item.removeprefix("model.path=") if item.startswith("model.path=") else model
+    return os.path.realpath(os.path.join(told.get("cwd") or os.getcwd(), model)) if model else None
 
 
 @command()
@@ -338,7 +362,8 @@ def restart(
 ) -> None:
     """Stop the daemon if it runs, then start it again: the same model folder, drafter and --follow-links as it serves with,
     and the --config and --set it was started with. What is given here comes on top; what cannot be is refused before
-    anything is stopped. A tree builder that `kdctl builders use` has set since is not kept, and that is said."""
+    anything is stopped. Not kept, and that is said: a tree builder that `kdctl builders use` has set since, and for another
+    model folder the drafter and --follow-links of the one before."""
     from kd import config as configuration
     from kd.client import KdClientError
 
@@ -346,10 +371,11 @@ def restart(
     builder = None
     try:
         answer = settings.client().status()
-        same = _remembered(told, settings.client().hello()["pid"])
+        same = remembered(told, settings.client().hello()["pid"])
         serves, builder = answer["model"] or {}, answer["daemon"].get("builder_told")
+        former = _model_of({"model": serves["path"]} if serves else same)
         same["model"] = serves.get("path")
-        if serves and not model and not any(item.startswith("model.path=") for item in options):
+        if serves:
             since = {"model.draft": serves["draft"], "model.follow_links": str(serves["follow_links"]).lower()}
             before = [item for item in same.get("set", ()) if item.partition("=")[0] not in since]
             same["set"] = [*before, *(f"{key}={value}" for key, value in since.items())]
@@ -358,9 +384,17 @@ def restart(
         settings.close()
         if error.name != "NOT_RUNNING":
             raise
-        same = _remembered(told, None)
-        runs = False
+        same = remembered(told, None)
+        former = _model_of(same)
+        runs = on_its_way(settings) is not None
     config_file = config_file or same.get("config")
+    wanted = _model_of({"model": model, "set": options, "cwd": same.get("cwd")})
+    if wanted and former and wanted != former:
+        gone = [item for item in same.get("set", ()) if item.startswith(("model.draft=", "model.follow_links="))]
+        same["set"] = [item for item in same.get("set", ()) if item not in gone]
+        for item in gone:
+            if item not in ("model.draft=auto", "model.follow_links=false", *options):
+                settings.note(f"kdctl: {item} was for {former} and is not kept: --set {item} starts with it")
     if not any(item.startswith("model.path=") for item in options):
         model = model or same.get("model")
     kept = (item for item in same.get("set", ()) if not (model and item.startswith("model.path=")))

@@ -169,6 +169,8 @@ def show_error(settings: Settings, name: str, message: str, code: int, **extra: 
         click.echo(json.dumps(document, ensure_ascii=False, default=plain), err=True)
     else:
         click.echo(f"kdctl: {message}", err=True)
+        for one in extra.get("tail", ()):  # of a log
+            settings.note(one)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:

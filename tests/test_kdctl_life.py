@@ -19,7 +19,7 @@ from daemons import ENV, ROOT, Daemon, until
 from kdctl_calls import COMMAND, caller, place_of
 
 from kdctl import __main__ as entry
-from kdctl import output
+from kdctl import output, started
 from kdctl.generate import parse_ids
 
 kdctl = pytest.fixture(caller)
@@ -139,6 +139,21 @@ def test_restart_keeps_what_load_was_told(kdctl, place, library, nano, tmp_path)
     kdctl("restart", "--set", f"model.draft={nano / 'draft'}")  # what is given on top
     model = kdctl("status", "-o", "json").json["model"]
     assert (model["draft"], model["draft_layers"] > 0) == (str(nano / "draft"), True)
+    done = kdctl("restart", "--model", linked, "--set", "model.draft=none")  # the same folder, said again
+    assert "is not kept" not in done.err and kdctl("status", "-o", "json").json["model"]["follow_links"] is True
+    said = [
+        f"kdctl: {item} was for {linked} and is not kept" for item in ("model.draft=none", "model.follow_links=true")
+    ]
+    done = kdctl(
+        "restart", "--set", f"model.path={nano}"
+    )  # another one: what was told for the one before is not for it
+    model = kdctl("status", "-o", "json").json["model"]
+    assert (model["path"], model["draft"], model["follow_links"]) == (str(nano), "auto", False)
+    assert all(one in done.err for one in said)
+    kdctl("load", "--replace", linked, "--follow-links", "--draft", "none")
+    done = kdctl("restart", "--model", nano, "--set", f"model.draft={nano / 'draft'}")
+    model = kdctl("status", "-o", "json").json["model"]
+    assert (model["draft"], model["follow_links"]) == (str(nano / "draft"), False) and said[1] in done.err
     kdctl("builders", "use", "chain", "--budget", "5")
     done = kdctl("restart")
     kept = "kdctl: builder chain was set by a command and is not kept: --set builder.name=chain --set builder.budget=5"
@@ -149,12 +164,80 @@ def test_restart_keeps_what_load_was_told(kdctl, place, library, nano, tmp_path)
     kdctl("stop", "--now")
 
 
-def test_start_that_fails_shows_the_log(kdctl, place, library, nano, tmp_path_factory):
+@pytest.fixture
+def slow(tmp_path_factory, monkeypatch):
+    """Daemons wait, before a line of theirs runs, for somebody to open this FIFO."""
+    hooks = tmp_path_factory.mktemp("hooks")
+    os.mkfifo(hooks / "fifo")
+    (hooks / "sitecustomize.py").write_text(f"open({str(hooks / 'fifo')!r}).close()\n")
+    monkeypatch.setenv("PYTHONPATH", str(hooks))
+    yield hooks / "fifo"
+    os.close(os.open(hooks / "fifo", os.O_RDWR | os.O_NONBLOCK))
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_stop_finds_a_daemon_that_has_no_socket_yet(kdctl, place, slow, elsewhere):
+    options = ["--set", f"server.runtime_dir={place / 'other'}"] if elsewhere else []
+    reach = ["--endpoint", f"ipc://{place / 'other' / 'default' / 'serve.sock'}"] if elsewhere else []
+    pid = kdctl("start", "--wait", "none", *options, "-o", "json").json["pid"]
+    try:
+        assert f"is running already, pid {pid}" in kdctl("start", *options, code=6).err
+        assert kdctl(*reach, "stop").out == f"stopped, pid was {pid}\n"
+        kdctl(*reach, "stop", code=3)
+        assert started.born(pid) is None
+    finally:
+        subprocess.run(["kill", "-9", str(pid)], capture_output=True)
+
+
+def test_restart_stops_a_daemon_that_has_no_socket_yet(kdctl, place, library, slow):
+    pid = kdctl("start", "--wait", "none", "--set", "engine.threads=1", "-o", "json").json["pid"]
+    try:
+        again = kdctl("restart", "--wait", "none", "-o", "json").json["pid"]
+        assert again != pid and (Path("/proc") / str(again) / "cmdline").read_text().count("engine.threads=1") == 1
+        assert started.born(pid) is None
+        kdctl("stop")
+    finally:
+        subprocess.run(["kill", "-9", str(pid), str(again)], capture_output=True)
+
+
+def test_stop_ends_no_process_that_only_has_the_number(kdctl, place):
+    told = place / "default" / "started.json"
+    told.parent.mkdir(mode=0o700)
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        started.remember(told, other.pid, endpoint=None)
+        right = told.read_text()
+        for wrong in (
+            right.replace(str(started.born(other.pid)), "1"),  # of an earlier process
+            right.replace('"endpoint": null', '"endpoint": "ipc:///elsewhere"'),
+            right.replace(str(other.pid), '"x"'),
+            "[]",
+        ):
+            assert wrong != right
+            told.write_text(wrong)
+            kdctl("stop", code=3)
+            assert other.poll() is None
+        told.write_text(right)
+        kdctl("-o", "json", "stop")
+        assert other.wait(10) == -signal.SIGTERM
+    finally:
+        other.kill()
+
+
+def test_start_that_fails_says_why_and_shows_its_own_log(kdctl, place, library, nano, tmp_path_factory):
     broken = tmp_path_factory.mktemp("broken")
     shutil.copy(nano / "config.json", broken)
-    done = kdctl("start", "--model", broken, code=1)
-    assert "exit status 65" in done.err and str(place / "default" / "daemon.log") in done.err
-    assert "failed" in done.err  # the end of the log
+    log = place / "default" / "daemon.log"
+    log.parent.mkdir(mode=0o700)
+    for former, form in (("", "json"), ('{"level": "error", "message": "a former one"}\nkd: a former one\n', "text")):
+        log.write_text(former)
+        done = kdctl("start", "--model", broken, "--set", f"server.log_format={form}", code=1)
+        first, *rest = done.err.splitlines()
+        assert first.startswith(f"kdctl: {broken}/model.safetensors: there is no such file"), first
+        assert f"exit status 65 before it was ready; its log is {log})" in first and "a former one" not in done.err
+        assert "starting" in rest[0] and "stopped" in rest[-1] and rest == log.read_text()[len(former) :].splitlines()
+    error = json.loads(kdctl("start", "--model", broken, "-o", "json", code=1).err)
+    assert len(error["tail"]) == 5 and error["message"] in first.removeprefix("kdctl: ")
     kdctl("start", "--set", "engine.tp=3", code=78)
     kdctl("start", "--set", "engine.tp", code=2)
     assert "engine.tpp" in kdctl("start", "--set", "engine.tpp=1", code=78).err

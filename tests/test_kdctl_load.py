@@ -110,7 +110,7 @@ def test_an_interrupt_of_a_wait_says_what_goes_on(capsys, monkeypatch, tmp_path)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("kdctl: the daemon (pid 7) goes on without being waited for: `kdctl status` shows how far")
     client = Mock(endpoints={"control": ""}, **{"hello.return_value": {"pid": 7}})
-    monkeypatch.setattr(daemon_commands, "_alive", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(daemon_commands, "alive", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         daemon_commands._stop(Settings(_client=client), False, None)
     assert capsys.readouterr().err == "kdctl: the daemon (pid 7) goes on stopping without being waited for\n"
