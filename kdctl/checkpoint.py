@@ -124,6 +124,7 @@ def inspect(
 ) -> None:
     """What the model folder PATH holds, and what it takes to serve it. Needs no daemon and reads no weights."""
     from kd import checkpoint
+    from kd.beside import look_beside
     from kd.native import KdError
 
     drafter = None
@@ -146,8 +147,11 @@ def inspect(
     for row in rows:
         packed = about.get("packed_tp") or row["tp"]
         row["fits"] = fits(row, device, cards) if packed == row["tp"] else f"no: packed for {_ranks(packed)}"
+    target = about["target"]
+    beside = look_beside(path, target["vocab"], target["max_positions"], follow_links)
     data = about | {
         "draft_refused": drafter,
+        "beside": beside,
         "device": device,
         "context": context,
         "streams": streams,
@@ -183,6 +187,10 @@ def inspect(
                     else f"matches: {d['layers']} layers, block {d['block']}, taps {d['taps']}"
                     if d
                     else "none",
+                ),
+                *(
+                    (name, file["about"] if file["usable"] is not False else f"not usable: {file['about']}")
+                    for name, file in beside.items()
                 ),
             ]
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -90,6 +91,68 @@ def test_inspect_refuses_as_a_load_does(capsys, folder, tmp_path):
     assert (code, error["name"]) == (1, "KD_E_MODEL") and TWO in error["message"]
     code, error = kdctl(capsys, "inspect", tmp_path / "none")
     assert (code, error["name"]) == (5, "KD_E_NOT_FOUND")
+
+
+def test_inspect_tells_what_lies_beside_the_weights(capsys, folder, nano):
+    beside = kdctl(capsys, "inspect", nano)[1]["beside"]
+    assert [beside[name]["usable"] for name in ("golden.json", "tokenizer_config.json")] == [True, True]
+    assert re.fullmatch(
+        r"\d+ tokens that give \d+, content_hash, .*sha256 of \d+ files?", beside["golden.json"]["about"]
+    )
+    assert re.fullmatch(r"\d+ special tokens", beside["tokenizer_config.json"]["about"])
+    names = ["golden.json", "kd-hashes.json", "tokenizer_config.json"]
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+    beside = kdctl(capsys, "inspect", folder)[1]["beside"]
+    assert list(beside) == names and not any(file["present"] for file in beside.values())
+    assert kdctl(capsys, "verify-checkpoint", folder, "--write")[0] == 0
+    n = len(json.loads((folder / "kd-hashes.json").read_text())["files"])
+    beside = kdctl(capsys, "inspect", folder)[1]["beside"]
+    assert beside["kd-hashes.json"] == {
+        "present": True,
+        "usable": True,
+        "about": f"hashes of {n} files, for verify-checkpoint",
+    }
+    (folder / "generation_config.json").rename(folder / "x")
+    bad = {
+        "golden.json": ('{"prompt_tokens": [1], "tokens": [1000000]}', "tokens[0] is 1000000"),
+        "kd-hashes.json": (None, "names generation_config.json, which is missing"),
+        "tokenizer_config.json": ('{"added_tokens_decoder": {}}', "without tiktoken.model"),
+    }
+    for name, (text, _) in bad.items():
+        if text:
+            (folder / name).write_text(text)
+    _, about = kdctl(capsys, "inspect", folder)
+    assert run(["inspect", str(folder)]) == 0
+    out = capsys.readouterr().out
+    for name, (_, what) in bad.items():
+        assert about["beside"][name]["usable"] is False and what in about["beside"][name]["about"]
+        assert re.search(rf"^{re.escape(name)} +not usable: .*{re.escape(what)}", out, re.M)
+    for name in names:
+        (folder / name).write_text("{")
+    for file in kdctl(capsys, "inspect", folder)[1]["beside"].values():
+        assert file["usable"] is False and re.search("fetch|remove", file["about"])
+
+
+def test_shards_without_an_index_are_told_so(capsys, folder):
+    (folder / checkpoint.INDEX).unlink()
+    one, _, three = sorted(path.name for path in folder.glob("model-*.safetensors"))
+    what = f"is missing, and without it the weights that are there ({one} to {three})"
+    code, error = kdctl(capsys, "inspect", folder)
+    assert code == 1 and error["message"] == f"{folder / checkpoint.INDEX}: {what} are not read; fetch it again"
+    (fault,) = faults(capsys, folder)
+    assert fault["file"] == checkpoint.INDEX and fault["what"] == f"{what} are not read: fetch it again"
+    for shard in folder.glob("model-0000[23]-*"):
+        shard.unlink()
+    assert f"there ({one}) are not read" in kdctl(capsys, "inspect", folder)[1]["message"]
+    (folder / "config.json").rename(folder / "x")  # weights are there: the folder is the right one
+    assert f"{folder / 'config.json'}: there is no such file" in kdctl(capsys, "inspect", folder)[1]["message"]
+    assert {"config.json", checkpoint.INDEX} >= {one["file"] for one in faults(capsys, folder)}
+    next(folder.glob("model-00001-*")).rename(folder / "adapter.safetensors")
+    assert "holds no model" in kdctl(capsys, "inspect", folder)[1]["message"]
+    (folder / "x").rename(folder / "config.json")
+    assert f"{folder / 'model.safetensors'}: there is no such file" in kdctl(capsys, "inspect", folder)[1]["message"]
+    assert [one["file"] for one in faults(capsys, folder)] == ["model.safetensors"]
 
 
 # ---- verify ------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 #include "model/files.h"
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -37,6 +38,15 @@ std::string cache_blob(int folder, const char* name) {
     if (!to.starts_with(kBlobs) || to.size() == kBlobs.size()) return {};
     if (to.find_first_not_of("0123456789abcdef", kBlobs.size()) != std::string_view::npos) return {};
     return std::string(to);
+}
+
+// Whether it ends as shards do: -00001-of-00003.safetensors
+bool is_shard(std::string_view name) {
+    constexpr std::string_view kEnd = "-00000-of-00000.safetensors";
+    if (name.size() <= kEnd.size()) return false;
+    name.remove_prefix(name.size() - kEnd.size());
+    return std::equal(name.begin(), name.end(), kEnd.begin(),
+                      [](char c, char pattern) { return pattern == '0' ? c >= '0' && c <= '9' : c == pattern; });
 }
 
 }  // namespace
@@ -87,6 +97,22 @@ bool Folder::has(const std::string& name) const {
     if (fstatat(fd_, name.c_str(), &st, AT_SYMLINK_NOFOLLOW) == 0) return true;
     if (errno != ENOENT) cannot("look up", path_of(name), errno);
     return false;
+}
+
+std::vector<std::string> Folder::shards() const {
+    const int fd = openat(fd_, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    DIR* list = fd < 0 ? nullptr : fdopendir(fd);
+    if (!list) {
+        const int error = errno;
+        if (fd >= 0) close(fd);
+        cannot("list the folder", path_, error);
+    }
+    std::vector<std::string> found;
+    while (const dirent* entry = readdir(list))
+        if (is_shard(entry->d_name)) found.emplace_back(entry->d_name);
+    closedir(list);
+    std::sort(found.begin(), found.end());
+    return found;
 }
 
 std::unique_ptr<File> Folder::open(const std::string& name) const {
@@ -141,7 +167,9 @@ safetensors::Header read_header(const File& file) {
     return safetensors::parse(bytes, file.bytes, file.path);
 }
 
-bool has_weights(const Folder& folder) { return folder.has(kIndexName) || folder.has(kSingleName); }
+bool has_weights(const Folder& folder) {
+    return folder.has(kIndexName) || folder.has(kSingleName) || !folder.shards().empty();
+}
 
 Checkpoint open_checkpoint(const Folder& folder, const std::function<void()>& pause) {
     const bool has_index = folder.has(kIndexName);
@@ -155,6 +183,11 @@ Checkpoint open_checkpoint(const Folder& folder, const std::function<void()>& pa
                                       " and an index that does not name it; remove the one "
                                       "that is not meant");
     } else {
+        if (!folder.has(kSingleName))
+            if (const auto shards = folder.shards(); !shards.empty())
+                refuse(folder.path_of(kIndexName),
+                       "is missing, and without it the weights that are there (" + shards.front() +
+                           (shards.size() > 1 ? " to " + shards.back() : "") + ") are not read; fetch it again");
         index.files = {kSingleName};
     }
 

@@ -48,6 +48,7 @@ class Folder {
     Folder& operator=(const Folder&) = delete;
 
     bool has(const std::string& name) const;  // anything of that name
+    std::vector<std::string> shards() const;  // names like model-00001-of-00003.safetensors, sorted; KD_E_IO
     // KD_E_MODEL if there is no such file, or it is no regular file; KD_E_IO if it cannot be opened.
     std::unique_ptr<File> open(const std::string& name) const;
     std::string read_text(const std::string& name, size_t max_bytes) const;

@@ -33,6 +33,7 @@ from kd.headers import (
     packed_names,
     read_header,
     read_index,
+    shard_names,
     together,
 )
 from kd.known import Known
@@ -127,7 +128,7 @@ class _Place:
         expected = self._expected(follow_links, faults)
         packed = not self.prefix and packed_names(self.folder)
         if not packed and not present(self.folder / INDEX) and not present(self.folder / "config.json"):
-            if not present(self.folder / "model.safetensors"):
+            if not present(self.folder / "model.safetensors") and not shard_names(self.folder):
                 what = "holds no model: there is neither a config.json nor weights; give the folder that Hugging Face's files "
                 faults.append(Fault("", "", -1, what + "are in, or one that `kdctl convert` has made"))
                 return
@@ -168,6 +169,11 @@ class _Place:
     def _read_published(self, follow_links: bool, faults: list[Fault]) -> None:
         indexed = present(self.folder / INDEX)
         files = read_index(self.folder, follow_links, faults) if indexed else {"model.safetensors": set()}
+        if not indexed and not present(self.folder / "model.safetensors") and (shards := shard_names(self.folder)):
+            files = {name: set() for name in shards}
+            range_ = shards[0] + (f" to {shards[-1]}" if len(shards) > 1 else "")
+            what = f"is missing, and without it the weights that are there ({range_}) are not read: fetch it again"
+            faults.append(Fault(self.prefix + INDEX, "", -1, what))
         for file, named in files.items():
             job = self._header(file, follow_links, faults)
             if job is None or job.header is None:

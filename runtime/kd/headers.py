@@ -156,6 +156,13 @@ def read_index(folder: Path, follow_links: bool, faults: list[Fault]) -> dict[st
     return files
 
 
+def shard_names(folder: Path) -> list[str]:
+    """Files named like model-00001-of-00003.safetensors, sorted. Raises OSError."""
+    return sorted(
+        name for name in os.listdir(folder) if re.fullmatch(r".+-\d{5}-of-\d{5}\.safetensors", name, re.S | re.A)
+    )
+
+
 def packed_names(folder: Path) -> list[str]:
     """The packed files that are there, by rank."""
     return [name for rank in range(MAX_TP) if present(folder / (name := f"packed-rank-{rank}.safetensors"))]
