@@ -101,7 +101,7 @@ def run(settings: Settings, schema: str, options: dict[str, Any], prompt: Any = 
         line({"schema": f"kdctl/{schema}.v1", **document(result)})
     if options["stats"] and not settings.machine:  # a document has them all
         click.echo(stats_text(result), err=True)
-    if result.finish == "error" or (result.finish == "cancelled" and result.error != "CANCELLED"):
+    if result.finish in ("error", "cancelled"):  # somebody else has cut it short: who has asked here waits for its end
         from kdctl.output import exit_of
 
         raise Failure(

@@ -304,6 +304,29 @@ def test_generate_says_why_it_failed(library, nano):
         assert failed[0].finish == "cancelled" and 0 < len(failed[0].tokens) < 1500
 
 
+def test_requests_that_an_unload_meets_are_all_cancelled(library, nano):
+    """Those, too, that come while it waits for its turn."""
+    with Engine(threads=1, library=library, max_queue=4096) as engine:
+        for _ in range(3):
+            engine.load(nano)
+            before = engine.stats()["requests"]
+            ids = [engine.submit([5] * 1000, max_tokens=1000, ignore_eos=True)]
+            while engine.stats()["requests"] == before:
+                pass
+            thread = threading.Thread(target=engine.unload)
+            thread.start()
+            while True:
+                try:
+                    ids.append(engine.submit([5, 6], max_tokens=500, ignore_eos=True))
+                except KdError as error:
+                    if error.name == "KD_E_STATE":
+                        break
+                    assert error.name == "KD_E_BUSY"
+            thread.join(30)
+            ends = [events[-1] for events in drain(engine, ids).values()]
+            assert {(end.finish, end.status) for end in ends} == {("cancelled", -26)}
+
+
 # ---- builders ----------------------------------------------------------------------------------------------
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
-from daemons import ROOT, Daemon
+from daemons import ROOT, Daemon, until
 from kdctl_calls import caller, place_of
 
 from kdctl import output
@@ -173,6 +174,17 @@ def test_tokenize_and_back(on):
     assert on("detokenize", *ids).out == text + "\n"
     assert [int(w) for w in on("tokenize", text).out.split()] == ids
     assert on("detokenize", "99999999", code=2).err
+
+
+def test_generate_that_somebody_else_ends_has_failed(on, daemon):
+    with daemon.client() as other:
+        thread = threading.Thread(target=lambda: until(lambda: other.cancel_all(operator=True)))
+        thread.start()
+        done = on("generate", "def f():", "--max-tokens", "1500", "-o", "json", code=1)
+        thread.join()
+    assert done.json["finish"] == "cancelled"
+    error = json.loads(done.err)
+    assert (error["name"], error["message"]) == ("CANCELLED", "the operator cancelled the request")
 
 
 def test_ps_and_cancel(on, daemon):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from daemons import Daemon, Raw, starter, until
@@ -177,6 +178,7 @@ def test_cancel_has_an_answer(shared):
         for _ in iter_:
             pass
         assert (stream.result.finish, stream.result.error) == ("cancelled", "CANCELLED")
+        assert stream.result.message == "the client cancelled the request"
         assert client.cancel(stream.ident) == "already_done"
         assert client.cancel(new_id()) == "not_found"
         assert client.cancel(stream.ident, operator=True) == "already_done"
@@ -324,7 +326,9 @@ def test_the_log_tells_a_cancel_from_a_client_that_left(start, operator):
         else:
             raw.ask("CANCEL", new_id(), {"request": ident})
     record = ended(daemon)
-    assert record["reason"] == ("the operator cancelled the request" if operator else "the request was cancelled")
+    assert record["reason"] == (
+        "the operator cancelled the request" if operator else "the client cancelled the request"
+    )
     assert "error" not in record
 
 
@@ -336,9 +340,36 @@ def test_the_first_reason_for_an_end_stands():
     serve = object.__new__(ServeThread)
     serve.hub = Hub(8, 1000)
     session, _ = serve.hub.open(b"peer", new_id(), {"credit": 1, "deadline_ms": 0, "lease_ms": 0, "seed": 1})
-    serve.end_early(session)
+    serve.end_early(session, ("CANCELLED", "the first"))
     serve.end_early(session, ("LEASE_EXPIRED", CLIENT_GONE))
-    assert session.cancelled and session.verdict is None
+    assert session.cancelled and session.verdict == ("CANCELLED", "the first")
+
+
+@pytest.mark.parametrize(("status", "prepared_again"), [(-26, False), (-20, True)])
+def test_a_text_without_a_token_yet_ends_with_its_unloaded_model(status, prepared_again):
+    """It is prepared again for the model that took the place of the one it waited for, not where there is none."""
+    from kd.serve_socket import ServeThread
+    from kd.sessions import Hub
+
+    serve, done = object.__new__(ServeThread), []
+    serve.hub = Hub(8, 1000)
+    serve.d = SimpleNamespace(engine=SimpleNamespace(text_side=lambda: SimpleNamespace(id=0)))
+    serve._again, serve._finish = lambda s: done.append("again"), lambda s, chunk, *end: done.append(end)
+    body = {"credit": 1, "deadline_ms": 0, "lease_ms": 0, "seed": 1, "hash_logits": False, "logprobs": False}
+    session, _ = serve.hub.open(b"peer", new_id(), body)
+    session.state, session.accepted, session.text_id = "running", True, 7
+    end = {"type": "end", "user": session.user, "status": status, "finish": "cancelled" if status == -26 else "error"}
+    nothing = {
+        "tokens": (),
+        "nodes": 0,
+        "cached_tokens": 0,
+        "text": b"",
+        "builder_generation": 1,
+        "weights_generation": 1,
+    }
+    serve._event(SimpleNamespace(**end, **nothing))
+    unloaded = ("cancelled", "CANCELLED", "the model was unloaded before the request had come to its end")
+    assert done == (["again"] if prepared_again else [unloaded])
 
 
 def test_a_client_that_left_before_it_was_accepted_is_no_error():

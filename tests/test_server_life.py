@@ -82,7 +82,8 @@ def test_unload_ends_running_requests(start):
         operator.unload()
         for _ in it:
             pass
-        assert stream.result.finish == "cancelled"
+        ended = stream.result
+        assert (ended.finish, ended.error) == ("cancelled", "CANCELLED") and "the model was unloaded" in ended.message
 
 
 def test_a_load_can_be_cancelled(start):

@@ -150,7 +150,7 @@ void Engine::cancel(uint64_t id) {
     check_alive();
     call([&] {
         if (Request* request = find(id)) {
-            end(*request, KD_FINISH_CANCELLED, KD_E_CANCELLED);
+            end(*request, KD_E_CANCELLED);
             retire();
         } else if (id && id < next_id_) {
             fail(KD_E_DONE, "request %llu has ended already", static_cast<unsigned long long>(id));

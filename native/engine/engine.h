@@ -167,7 +167,7 @@ class Engine {
     void expire_slow_readers();
     uint64_t next_deadline_us() const;
     void emit(Request& request);
-    void end(Request& request, int finish, int status);
+    void end(Request& request, int status);
     void push(Request& request, int type, int finish, int status, int n_tokens, std::string_view text);
     void show();
     void retire();

@@ -206,7 +206,7 @@ void Engine::settle_in(Request& r) {
                                                                           r.budget, ++builder_generation_)
                                                                : default_planting_;
     } catch (const Error& e) {
-        end(r, KD_FINISH_ERROR, e.status);
+        end(r, e.status);
     }
 }
 

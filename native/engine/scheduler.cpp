@@ -340,8 +340,9 @@ void Engine::emit(Request& r) {
 }
 
 // Ends a request that did not come to its own end.
-void Engine::end(Request& r, int finish, int status) {
+void Engine::end(Request& r, int status) {
     if (r.ended) return;
+    const int finish = status == KD_E_CANCELLED ? KD_FINISH_CANCELLED : KD_FINISH_ERROR;
     std::string text;
     r.text.finish(text);
     push(r, KD_EVENT_END, finish, status, 0, text);
@@ -355,8 +356,7 @@ void Engine::end(Request& r, int finish, int status) {
 void Engine::expire_slow_readers() {
     const uint64_t limit = uint64_t(options_.slow_reader_timeout_ms) * 1000, now = now_us();
     for (auto& r : running_)
-        if (!r->ended && r->starved_since_us && now - r->starved_since_us >= limit)
-            end(*r, KD_FINISH_ERROR, KD_E_SLOW_READER);
+        if (!r->ended && r->starved_since_us && now - r->starved_since_us >= limit) end(*r, KD_E_SLOW_READER);
 }
 
 uint64_t Engine::next_deadline_us() const {
@@ -393,9 +393,8 @@ void Engine::retire() {
 }
 
 void Engine::end_all(int status) {
-    const int finish = status == KD_E_CANCELLED ? KD_FINISH_CANCELLED : KD_FINISH_ERROR;
     for (auto* list : {&running_, &waiting_})
-        for (auto& r : *list) end(*r, finish, status);
+        for (auto& r : *list) end(*r, status);
     retire();
     for (auto& score : scores_)
         score->end.set_exception(std::make_exception_ptr(Error(status, "the model was unloaded or the engine failed")));

@@ -36,7 +36,6 @@ _NOBODY = 0  # in Engine._queues: events that belong to no EventStream, for poll
 # What a request's last event cannot say itself: it carries a status and no sentence.
 _WHY = {
     "KD_E_SLOW_READER": "its events were not read for slow_reader_timeout_ms; read faster or give more credit",
-    "KD_E_CANCELLED": "the model was unloaded before it began",
     "KD_E_NOMEM": "the memory for it was not there; raise kv_bytes or lower max_tokens",
     "KD_E_FATAL": "the engine has failed; close it and open it again",
 }

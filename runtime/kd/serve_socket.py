@@ -30,7 +30,7 @@ MAX_WORKER_QUEUE = 1024
 CLIENT_GONE = "the client is gone"  # it closed its connection, or was killed
 
 _STATUS_WORDS = {
-    "CANCELLED": "the request was cancelled",
+    "CANCELLED": "the model was unloaded before the request had come to its end",  # where nobody asked to end this one
     "SLOW_READER": "the client granted no credit for slow_reader_timeout_ms",
     "CONTEXT": "prompt and max_tokens do not fit the model's context or the KV cache",
     "FATAL": "the engine failed and the daemon is going down",
@@ -195,8 +195,8 @@ class ServeThread(threading.Thread):
     def cancel(self, ident: bytes | None, peer: bytes | None) -> verbs.Reply:
         """Cancel the request `ident`, or all, of `peer`, or of everybody if that is None. [any thread]"""
         sessions = self.hub.open_sessions(peer) if ident is None else self.hub.find(ident, peer)
-        verdict = ("CANCELLED", "the operator cancelled the request") if peer is None else None
-        results = [self.end_early(s, verdict) for s in sessions]
+        who = "operator" if peer is None else "client"
+        results = [self.end_early(s, ("CANCELLED", f"the {who} cancelled the request")) for s in sessions]
         count = results.count("cancelled")
         if count:
             result = "cancelled"
@@ -207,7 +207,7 @@ class ServeThread(threading.Thread):
         return "CANCELLED", {"result": result, "count": count}
 
     def end_early(self, session: Session, verdict: tuple[str, str] | None = None) -> str:
-        """Ask the engine to end it; verdict: (error name, sentence) if that is not its client's wish. [any thread]"""
+        """Ask the engine to end it; verdict: (error name, sentence), if it is not asked again. [any thread]"""
         with self.hub.lock:
             if verdict and not session.cancelled:  # the first reason is the true one
                 session.verdict = verdict
@@ -239,8 +239,8 @@ class ServeThread(threading.Thread):
         """Encode and submit; the outcome goes back to the serve thread."""
         body = session.body
         try:
-            if session.cancelled:
-                raise ProtocolError(*(session.verdict or ("CANCELLED", "cancelled before it was accepted")))
+            if session.verdict:
+                raise ProtocolError(*session.verdict)
             tokens, session.text_id = body["tokens"], 0
             if tokens is None:
                 tokens, session.text_id = verbs.encode(self.d, body["prompt"], body["messages"], body["thinking"])
@@ -372,7 +372,8 @@ class ServeThread(threading.Thread):
             if event.tokens and not session.first_us:
                 session.first_us = int((time.monotonic() - session.started) * 1e6)
         if event.type == "end":
-            if event.status and not session.total_tokens and not session.cancelled and self._outdated(session):
+            failed = event.status and wire.error_of_status(event.status) != "CANCELLED"
+            if failed and not session.total_tokens and self._outdated(session):
                 self._again(session)
             else:
                 self._final(session, event)

@@ -64,7 +64,7 @@ class Session:
         self.text_id = 0  # TextSide.id of what its text was encoded with
         self.accepted = False  # ACCEPTED is out
         self.cancelled = self.orphan = False
-        self.verdict: tuple[str, str] | None = None  # why we cancelled it, if not at its client's wish
+        self.verdict: tuple[str, str] | None = None  # why it was cancelled: error name, sentence
         # Without a seed two equal requests differ, and the one chosen is told so that it can be repeated.
         self.seed = secrets.randbits(48) if body["seed"] is None else body["seed"]
 
