@@ -158,6 +158,40 @@ def test_shards_without_an_index_are_told_so(capsys, folder):
 # ---- verify ------------------------------------------------------------------------------------------------------------
 
 
+def test_what_is_remembered_is_of_files_that_are_there_and_bounded(capsys, folder, tmp_path, monkeypatch):
+    def verified(path) -> tuple[int, list[str]]:
+        """(known before, paths remembered after)"""
+        code, found = kdctl(capsys, "verify-checkpoint", path)
+        assert code == 0 and found["cached"] + found["hashed"] == 4
+        return found["cached"], [entry[3] for entry in json.loads(cache.read_text()).values()]
+
+    cache = tmp_path / "cache" / "kd" / "hashes.json"
+    files = {str(path) for path in folder.rglob("*.safetensors")}
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    assert verified(folder)[0] == 0
+    known, paths = verified(other)
+    assert known == 0 and len(paths) == 8 and set(paths[:4]) == files
+    known, paths = verified(folder)  # those asked for last are at the end
+    assert known == 4 and len(paths) == 8 and set(paths[4:]) == files
+    os.utime(other / TWO)  # changed
+    shutil.rmtree(other / "draft")  # gone
+    known, paths = verified(folder)
+    assert known == 4 and len(paths) == 6 and files < set(paths) and not {p for p in paths if "draft" in p} - files
+    former = {key: entry[:3] for key, entry in json.loads(cache.read_text()).items()}
+    cache.write_text(json.dumps({**former, "x": 1, "y:z": [1, 2, 3, 4], "1:2": ["", [], [], "\0"]}))
+    known, paths = verified(folder)  # as they were written without paths
+    assert known == 4 and len(paths) == 4 and set(paths) == files
+    size = cache.stat().st_size
+    monkeypatch.setattr("kd.known.MAX_CACHE_BYTES", size)
+    assert len(verified(folder)[1]) == 4 and cache.stat().st_size == size
+    monkeypatch.setattr("kd.known.MAX_CACHE_BYTES", size - 1)
+    cache.unlink()
+    assert len(verified(folder)[1]) == 3
+    monkeypatch.setattr("kd.known.MAX_CACHE_BYTES", 1 << 20)
+    monkeypatch.setattr("kd.known.MAX_FILES", 2)
+    assert len(verified(folder)[1]) == 2
+
+
 def header_of(path: Path) -> tuple[dict, int]:
     data = path.read_bytes()
     n = int.from_bytes(data[:8], "little")
