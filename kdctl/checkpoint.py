@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from kdctl.output import (
+    DRAFT,
     FAILED,
     NOT_FOUND,
     PERMISSION,
@@ -26,9 +27,6 @@ from kdctl.output import (
 ROWS = {"cpu": 1024, "cuda": 640}  # of one step, the engine's own limits
 ELEMENT_BYTES = {"cpu": 4, "cuda": 2}  # of activations and KV rows
 EXITS = {"KD_E_NOT_FOUND": NOT_FOUND, "KD_E_EXISTS": REFUSED, "KD_E_BUSY": REFUSED}
-DRAFT = click.option(
-    "--draft", default="auto", show_default=True, help="Drafter: auto (PATH/draft), none, or a folder."
-)
 LINKS = click.option("--follow-links", is_flag=True, help="Symbolic links in the folder may lead out of it.")
 
 

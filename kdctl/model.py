@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from kdctl.look import progress_text
-from kdctl.output import DURATION, Settings, bytes_text, command, is_terminal
+from kdctl.output import DRAFT, DURATION, Settings, bytes_text, command, is_terminal
 
 CANCEL_S = 10.0  # for a cancelled load to be gone
 
@@ -76,7 +76,7 @@ def _cancelled(settings: Settings, ident: bytes) -> None:
 
 @command()
 @click.argument("path", required=False)
-@click.option("--draft", default="auto", show_default=True, help="Drafter: auto (PATH/draft), none, or a folder.")
+@DRAFT
 @click.option(
     "--replace", is_flag=True, help="In place of a loaded model, which serves until then and ends its requests."
 )
@@ -111,8 +111,6 @@ def load(
     if not path:
         raise click.UsageError("give the model's folder, or --cancel")
     path = os.path.abspath(path)  # its current folder is another one
-    if draft not in ("auto", "none"):
-        draft = os.path.abspath(draft)
     progress, ident = ProgressLine(settings), os.urandom(16)
     import zmq  # noqa: F401 (whole, before an interrupt is answered by sending something)
 

@@ -223,6 +223,21 @@ class Duration(click.ParamType):
 DURATION = Duration()
 
 
+def _not_empty(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    if not value:
+        raise click.BadParameter("it is empty: give auto, none, or the drafter's folder")
+    return value
+
+
+DRAFT = click.option(
+    "--draft",
+    default="auto",
+    show_default=True,
+    callback=_not_empty,
+    help="Drafter: auto (PATH/draft), none, or a folder.",
+)
+
+
 def _set_quiet(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     if value:
         ctx.ensure_object(Settings).quiet = True

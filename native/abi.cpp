@@ -155,7 +155,7 @@ void read_source(const kd_load_options& c, kd::model::DraftChoice& draft, kd::mo
     if (c.flags & KD_LOAD_FOLLOW_LINKS) links = kd::model::Links::kFollow;
     if (c.draft < 0 || c.draft > 2) fail(KD_E_INVALID, "kd_load_options.draft is %d: 0, 1 or 2", c.draft);
     if (c.draft == 2 && !required(c.draft_path, "kd_load_options.draft_path"))
-        fail(KD_E_INVALID, "kd_load_options.draft_path is empty: give the drafter's folder");
+        fail(KD_E_INVALID, "kd_load_options.draft_path is empty: give the drafter's folder, or draft 'auto' or 'none'");
     draft.mode = kd::model::DraftChoice::Mode(c.draft);
     if (c.draft == 2) draft.path = c.draft_path;
 }

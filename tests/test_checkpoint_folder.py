@@ -243,7 +243,22 @@ BAD_FOLDERS = {
     ),
     "drafter of another model": (
         lambda f: edit_json(f / "draft/config.json", lambda c: c.update(hidden_size=96)),
-        ["draft/config.json", "hidden_size is 96", "belongs to another model"],
+        ["draft/config.json", "hidden_size is 96", "belongs to another model; give this one's, or draft 'none'"],
+    ),
+    "drafter of another kind": (
+        lambda f: edit_json(f / "draft/config.json", lambda c: c.update(architectures=["LlamaForCausalLMEagle3"])),
+        ["draft/config.json", "Eagle3", "does not know that kind of drafter; give a DFlash drafter, or draft 'none'"],
+    ),
+    "drafter of another type": (
+        lambda f: edit_json(f / "draft/config.json", lambda c: c.update(model_type="llama")),
+        ["draft/config.json", "llama", "does not know that kind of drafter; give a DFlash drafter, or draft 'none'"],
+    ),
+    "no drafter in its folder": (
+        lambda f: [file.unlink() for file in (f / "draft").iterdir()],
+        [
+            "/draft: holds no drafter",
+            "neither a config.json nor weights; give the folder of a DFlash drafter, or draft",
+        ],
     ),
     "drafter's NaN": (
         lambda f: edit(f, "fc.weight", poke(0, NAN_BF16), f / "draft/model.safetensors"),
@@ -322,7 +337,12 @@ def test_stored_rope_frequencies_are_skipped(probe, folder):
 def test_missing_folder_and_path(probe, tmp_path):
     for path in (tmp_path / "none", tmp_path / "file" / "x"):
         (tmp_path / "file").touch()
-        refused(lambda path=path: probe.load(path), str(path), "cannot open the model folder", status=KD_E_IO)
+        what = (
+            "no such folder; check the path"
+            if path.name == "none"
+            else "is a file, or leads through one; give the folder"
+        )
+        refused(lambda path=path: probe.load(path), str(path), what, status=KD_E_IO)
 
 
 def test_wrong_draft_path(probe, folder, tmp_path):

@@ -371,3 +371,14 @@ def test_what_cannot_be_written_is_said(fake):
                 ask()
             assert caught.value.name == "BAD_FIELD"
         assert client.generate([5, 6], max_tokens=2).finish == "length"
+
+
+@pytest.mark.parametrize(
+    ("draft", "sent"), [("auto", "auto"), ("none", "none"), ("", ""), ("d", os.path.abspath("d")), ("/d", "/d")]
+)
+def test_load_names_a_drafter_from_the_folder_of_the_client(monkeypatch, draft, sent):
+    """As it does the model: the daemon's own folder is another."""
+    bodies = []
+    monkeypatch.setattr(Client, "_call", lambda self, kind, body, *_: bodies.append(body))
+    object.__new__(Client).load("m", draft=draft)
+    assert bodies == [{"path": os.path.abspath("m"), "draft": sent}]

@@ -155,6 +155,36 @@ def test_shards_without_an_index_are_told_so(capsys, folder):
     assert [one["file"] for one in faults(capsys, folder)] == ["model.safetensors"]
 
 
+@pytest.mark.parametrize("verb", ["inspect", "verify-checkpoint", "convert"])
+def test_a_drafter_that_is_not_there_is_told_with_its_path(capsys, folder, tmp_path, monkeypatch, verb):
+    more = [tmp_path / "out"] if verb == "convert" else []
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    for name, place, what in (
+        ("missing", "missing", "there is no such folder; check the path"),
+        ("file", "file", "give the folder that it is in"),
+        (
+            "empty",
+            "empty",
+            "holds no drafter: there is neither a config.json nor weights; give the folder of a DFlash drafter",
+        ),
+    ):
+        code, said = kdctl(capsys, verb, folder, *more, "--draft", tmp_path / name)
+        assert code == (0 if verb == "inspect" else code or -1)
+        text = said.get("draft_refused") or said.get("message") or "{file}: {what}".format(**said["faults"][0])
+        assert text.startswith(f"{tmp_path / place}: ") and what in text, text
+    other = Path(shutil.copytree(folder / "draft", tmp_path / "other"))
+    (other / "config.json").write_text(
+        (other / "config.json").read_text().replace('"hidden_size": ', '"hidden_size": 1')
+    )
+    monkeypatch.chdir(tmp_path)
+    _, said = kdctl(capsys, verb, folder, *more, "--draft", "other")
+    text = said.get("draft_refused") or said.get("message") or "{file}: {what}".format(**said["faults"][0])
+    assert text.removeprefix(f"{tmp_path}/").startswith("other/config.json: hidden_size is 1"), text
+    code, error = kdctl(capsys, verb, folder, *more, "--draft", "")
+    assert code == 2 and "it is empty: give auto, none, or the drafter's folder" in error["message"]
+
+
 # ---- verify ------------------------------------------------------------------------------------------------------------
 
 

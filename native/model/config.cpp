@@ -59,7 +59,8 @@ void check_quantization(const Value& object, const std::string& where, const std
 }
 
 void check_architecture(Reader& r, std::initializer_list<std::string_view> architectures,
-                        std::initializer_list<std::string_view> types) {
+                        std::initializer_list<std::string_view> types,
+                        const std::string& unknown = "this engine does not know that kind of model") {
     const Value* v = r.find("architectures");
     const auto listed = [](auto& names, const std::string& name) {
         return std::find(names.begin(), names.end(), std::string_view(name)) != names.end();
@@ -68,11 +69,10 @@ void check_architecture(Reader& r, std::initializer_list<std::string_view> archi
         if (v->kind != Kind::array || v->array.size() != 1 || v->array[0].kind != Kind::string)
             r.wrong("architectures", "should be a list of one name");
         if (!listed(architectures, v->array[0].string))
-            r.wrong("architectures", "is " + spelled(v->array[0]) + "; this engine does not know that kind of model");
+            r.wrong("architectures", "is " + spelled(v->array[0]) + "; " + unknown);
     }
     const std::string type = r.string("model_type");
-    if (!listed(types, type))
-        r.wrong("model_type", "is \"" + printable(type, 64) + "\"; this engine does not know that kind of model");
+    if (!listed(types, type)) r.wrong("model_type", "is \"" + printable(type, 64) + "\"; " + unknown);
 }
 
 void sort_ids(std::vector<int32_t>& ids, const std::string& where) {
@@ -205,14 +205,15 @@ static void read_causal(DraftShape& d, Reader& r, Reader& f) {
 DraftConfig parse_draft_config(std::string_view text, const std::string& where, const Config& target) {
     const Value root = json::parse(text, where);
     Reader r(root, where, "");
-    check_architecture(r, {"DFlashDraftModel"}, {"qwen3"});
+    check_architecture(r, {"DFlashDraftModel"}, {"qwen3"},
+                       "this engine does not know that kind of drafter; give a DFlash drafter, or draft 'none'");
     DraftConfig c;
     DraftShape& d = c.shape;
     d.hidden = r.integer("hidden_size", 1, kMaxHidden);
     const auto must_match = [&](const char* key, int value, int of_target) {
         if (value != of_target)
             r.wrong(key, "is " + std::to_string(value) + ", the target's is " + std::to_string(of_target) +
-                             "; this drafter belongs to another model");
+                             "; this drafter belongs to another model; give this one's, or draft 'none'");
     };
     must_match("hidden_size", d.hidden, target.shape.hidden);
     must_match("vocab_size", r.integer("vocab_size", 1, kMaxVocab), target.shape.vocab);

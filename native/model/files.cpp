@@ -78,7 +78,12 @@ void File::expect(uint64_t offset, uint64_t n) const {
 
 Folder::Folder(const std::string& path, Links links) : path_(path), links_(links) {
     fd_ = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (fd_ < 0) cannot("open the model folder", path, errno);
+    if (fd_ >= 0) return;
+    if (errno == ENOENT) fail(KD_E_IO, "%s: there is no such folder; check the path", printable(path, 300).c_str());
+    if (errno == ENOTDIR)
+        fail(KD_E_IO, "%s: is a file, or leads through one; give the folder that it is in",
+             printable(path, 300).c_str());
+    cannot("open the folder", path, errno);
 }
 
 Folder::Folder(const Folder& parent, const std::string& name) : path_(parent.path_of(name)), links_(parent.links_) {

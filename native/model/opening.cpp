@@ -24,6 +24,10 @@ std::unique_ptr<DraftSource> open_draft(const Folder& folder, const DraftChoice&
     auto draft = std::make_unique<DraftSource>();
     draft->folder = choice.mode == DraftChoice::kPath ? std::make_unique<Folder>(choice.path, folder.links())
                                                       : std::make_unique<Folder>(folder, kDraftName);
+    if (!draft->folder->has(kConfigName) && !has_weights(*draft->folder))
+        refuse(draft->folder->path(),
+               "holds no drafter: there is neither a config.json nor weights; give the folder of a DFlash drafter, or "
+               "draft 'none'");
     draft->config_text = draft->folder->read_text(kConfigName, kMaxConfigBytes);
     draft->config = parse_draft_config(draft->config_text, draft->folder->path_of(kConfigName), target);
     return draft;

@@ -43,6 +43,7 @@ from kd.shapes import BadJson, Json
 MAX_CONFIG_BYTES = 1 << 20
 # What a load reads beside the weights.
 TEXT_FILES = {"tiktoken.model", "tokenizer_config.json", "chat_template.jinja"}
+_MODEL_FOLDER = "that Hugging Face's files are in, or one that `kdctl convert` has made"
 SIDE_FILES = ("config.json", "generation_config.json", *sorted(TEXT_FILES))
 
 
@@ -129,8 +130,11 @@ class _Place:
         packed = not self.prefix and packed_names(self.folder)
         if not packed and not present(self.folder / INDEX) and not present(self.folder / "config.json"):
             if not present(self.folder / "model.safetensors") and not shard_names(self.folder):
-                what = "holds no model: there is neither a config.json nor weights; give the folder that Hugging Face's files "
-                faults.append(Fault("", "", -1, what + "are in, or one that `kdctl convert` has made"))
+                kind, give = (
+                    ("drafter", "of a DFlash drafter, or draft 'none'") if self.prefix else ("model", _MODEL_FOLDER)
+                )
+                what = f"holds no {kind}: there is neither a config.json nor weights; give the folder {give}"
+                faults.append(Fault(self.prefix.rstrip("/"), "", -1, what))
                 return
         if packed:
             self._read_packed(packed, follow_links, faults)
@@ -252,13 +256,14 @@ def verify(
 ) -> dict[str, Any]:
     """{"faults", "files", "bytes", "hashed", "cached", "compared", "written"}. Looks at presence, sizes, headers and index; with
     `hashes` at every byte, for NaN and infinity, and compares with everything there is to compare with; `write`: a folder
-    without faults gets a kd-hashes.json, and so does its draft/. Names of files are relative to the folder. Raises KdError for
-    what is no folder, NotWritten where hashes cannot be."""
+    without faults gets a kd-hashes.json, and so does its draft/. Names of files are relative to the folder,
+    those of a drafter from elsewhere absolute. Raises KdError for what is no folder, NotWritten where hashes cannot be."""
     must_be_folder(folder)
     folder = Path(folder)
     faults: list[Fault] = []
     places = [_Place("", folder)]
     if draft not in ("auto", "none"):
+        draft = os.path.abspath(draft)
         must_be_folder(draft)
         places.append(_Place(f"{draft}/", Path(draft)))
     elif draft == "auto" and present(folder / "draft") and not packed_names(folder):
@@ -307,9 +312,10 @@ def _inspect(folder: Path, draft: str | Path, follow_links: bool, faults: list[F
             place, line = (
                 (found[1], f"line {found[2]}: ") if (found := re.fullmatch(r"(.*):(\d+)", place)) else (place, "")
             )
-            known = what and Path(place).is_relative_to(folder)
-            file = str(Path(place).relative_to(folder)) if known else ""
-            faults.append(Fault("" if file == "." else file, "", -1, line + what if known else error.message))
+            known = what and (Path(place).is_relative_to(folder) or Path(place).is_relative_to(draft))
+            file = os.path.relpath(place, folder) if Path(place).is_relative_to(folder) else place
+            file = "" if file == "." or not known else file
+            faults.append(Fault(file, "", -1, line + what if known else error.message))
 
     told = {fault.file for fault in faults}
     about = None if told else look(lambda: inspect(folder, draft=draft, follow_links=follow_links))

@@ -408,6 +408,9 @@ class Client:
         """Load a model folder of the daemon's machine. replace: in place of a loaded one, which serves until then and finishes
         its requests. timeout_s: without any progress message. wait: until it is ready, else until it has begun; then the
         answer may be its first progress. ident: what `load_cancel()` may name."""
+        draft = (
+            draft if draft in ("auto", "none", "") else os.path.abspath(draft)
+        )  # the daemon's current folder is another
         body: dict[str, Any] = {"path": os.path.abspath(path), "draft": draft}
         body |= {key: True for key, on in (("replace", replace), ("follow_links", follow_links)) if on}
         until = ["DONE"] if wait else ["DONE", "PROGRESS"]
