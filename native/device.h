@@ -78,7 +78,7 @@ Count known(Count count);
 void replay(uint64_t key, const std::function<void()>& body);
 
 // Choose by measuring what may be chosen of how the ranks of a group meet; no bit depends on it. By every rank, before its first
-// replay(). [collective]
+// replay() and while nobody else uses the ranks' contexts. [collective]
 void measure_transport();
 
 // Drop what the bound rank has recorded: for when the memory it was recorded with goes.

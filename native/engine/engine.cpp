@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <future>
 
 #include "engine/clock.h"
 #include "engine/threads.h"
@@ -33,7 +34,14 @@ Engine::Engine(const Options& o)
     sequences_.reserve(o.max_streams);
     parts_.reserve(o.max_streams);
     publish_stats();
-    thread_ = quiet_thread("kd-engine", [this] { serve(); });
+    std::promise<void> measured;
+    const std::future<void> ready = measured.get_future();
+    thread_ = quiet_thread("kd-engine", [this, measured = std::move(measured)]() mutable {
+        measure();
+        measured.set_value();
+        serve();
+    });
+    ready.wait();  // a load works on the ranks' streams, which nobody else may use meanwhile
 }
 
 Engine::~Engine() {

@@ -150,6 +150,7 @@ class Engine {
     };
 
     // the engine thread (scheduler.cpp)
+    void measure();  // what ranks choose by measuring; before anything else
     void serve();
     bool turn();  // false: there was nothing to do
     void wait();

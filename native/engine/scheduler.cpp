@@ -13,12 +13,15 @@ constexpr int kMostUnpolled = KD_MAX_DEPTH + 1;  // events a stream may have unp
 
 }  // namespace
 
-void Engine::serve() {
+void Engine::measure() {
     try {
         if (options_.tp > 1) team_.run(KD_STAGE_IDLE, [](int) { device::measure_transport(); });
     } catch (const std::exception& e) {
         latch(e.what());
     }
+}
+
+void Engine::serve() {
     while (!stop_) {
         bool worked = false;
         try {
