@@ -41,13 +41,6 @@ __device__ __forceinline__ void clear(SortRoom<kWarps, kExperts>& room) {
         reinterpret_cast<uint4*>(room.count)[i] = {};
 }
 
-// How often sort_pairs() calls __syncthreads().
-template <int kWarps>
-__device__ constexpr int sort_meetings(int experts) {
-    constexpr int kThreads = kWarps * kWarp;
-    return 2 + 2 * ((experts + kThreads - 1) / kThreads);
-}
-
 // At most as many pairs as a warp has lanes, by a warp alone: the same lists.
 template <int kChunkPairs>
 __device__ __forceinline__ void sort_few_pairs(const Lists& to, const int32_t* expert, int pairs, int experts) {
@@ -74,20 +67,22 @@ __device__ __forceinline__ void sort_few_pairs(const Lists& to, const int32_t* e
     if (rank % kChunkPairs == 0) to.chunk[chunk + rank / kChunkPairs] = {e, first + rank, min(kChunkPairs, n - rank)};
 }
 
-// By the first kWarps warps of a block; others call __syncthreads() as often. (A barrier of the first alone would do, but the
-// sanitizer's racecheck takes who was not at it for lagging behind.) Every warp counts the experts of its own stretch of pairs;
-// sums over warps, then over experts, say where each stretch begins in each expert's list; then every warp goes over its stretch
-// again and puts the pairs there. The room has been cleared. Other threads see the result after one more barrier.
+// By the first kWarps warps of a block; others come along, for all meet. (A barrier of the first alone would do, but the
+// sanitizer's racecheck takes who was not at it for lagging behind, and its synccheck wants all at the same place.) Every warp
+// counts the experts of its own stretch of pairs; sums over warps, then over experts, say where each stretch begins in each
+// expert's list; then every warp goes over its stretch again and puts the pairs there. The room has been cleared. Other threads see
+// the result after one more barrier.
 template <int kChunkPairs, int kWarps, int kExperts>
 __device__ void sort_pairs(const Lists& to, SortRoom<kWarps, kExperts>& room, const int32_t* expert, int pairs,
                            int experts) {
     constexpr int kThreads = kWarps * kWarp;
     constexpr unsigned kAll = 0xffffffffu;
     const int thread = threadIdx.x, warp = thread / kWarp, lane = thread % kWarp;
+    const bool sorts = warp < kWarps;
     const unsigned before = (1u << lane) - 1;
-    const int share = (pairs + kThreads - 1) / kThreads * kWarp, begin = min(pairs, warp * share);
+    const int share = (pairs + kThreads - 1) / kThreads * kWarp, begin = sorts ? min(pairs, warp * share) : pairs;
     const int end = min(pairs, begin + share), warps = pairs > 0 ? (pairs + share - 1) / share : 0;
-    uint16_t* const own = room.count[warp];
+    uint16_t* const own = room.count[sorts ? warp : 0];
 
     __syncthreads();
     for (int i = begin + lane; i - lane < end; i += kWarp) {
@@ -100,7 +95,7 @@ __device__ void sort_pairs(const Lists& to, SortRoom<kWarps, kExperts>& room, co
 
     int pairs_so_far = 0, chunks_so_far = 0;
     for (int base = 0; base < experts; base += kThreads) {
-        const int e = base + thread;
+        const int e = sorts ? base + thread : experts;
         int n = 0;
         for (int w = 0; w < warps && e < experts; w++) {
             const int here = room.count[w][e];
@@ -117,7 +112,7 @@ __device__ void sort_pairs(const Lists& to, SortRoom<kWarps, kExperts>& room, co
                 upto_chunks += c;
             }
         }
-        if (lane == kWarp - 1) {
+        if (sorts && lane == kWarp - 1) {
             room.warp_pairs[warp] = upto_pairs;
             room.warp_chunks[warp] = upto_chunks;
         }

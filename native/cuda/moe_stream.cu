@@ -403,11 +403,7 @@ __global__ void __launch_bounds__(kThreads, 1) stream_kernel(const __grid_consta
         if (pairs <= kWarp) {
             if (warp == kMembers) sort_few_pairs<kPairs>(lists, p.expert, pairs, p.experts);
         } else {
-            if (warp < kMembers)
-                sort_pairs<kPairs>(lists, room.sort, p.expert, pairs, p.experts);
-            else
-#pragma unroll 1
-                for (int i = 0; i < sort_meetings<kMembers>(p.experts); i++) __syncthreads();
+            sort_pairs<kPairs>(lists, room.sort, p.expert, pairs, p.experts);
             leave_shared_memory_to_copies();
             __syncthreads();
         }
