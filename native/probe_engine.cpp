@@ -1,6 +1,7 @@
 // Test-only entry points to the host-side parts of the engine: page accounts, text, and faults planted in a running engine.
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <exception>
 #include <stdexcept>
@@ -63,6 +64,28 @@ void EngineProbe::freeze(Engine& e, volatile int* go) {
         while (*go == -1) usleep(1000);
     });
     while (*go == 0) usleep(1000);
+}
+
+bool EngineProbe::poll_when_full(Engine& e, int times) {
+    constexpr int kFull = KD_MAX_DEPTH + 1, kRoom = 64;
+    std::vector<kd_event> events(kRoom);
+    const auto poll = [&](uint32_t timeout_ms) {
+        return e.poll(reinterpret_cast<char*>(events.data()), sizeof(kd_event), kRoom, timeout_ms);
+    };
+    const auto ended = [&](int n) {
+        return std::any_of(events.begin(), events.begin() + n,
+                           [](const kd_event& v) { return v.type == KD_EVENT_END; });
+    };
+    for (int i = 0; i < times; i++) {
+        const uint64_t began = now_us();
+        while (e.ring_.unpolled(0) < kFull && now_us() - began < 100'000) pause_cpu();
+        for (int spin = 0; spin < i * 7 % 64; spin++) pause_cpu();  // earlier and later than the engine's last look
+        if (ended(poll(0))) return true;
+        const int n = poll(2000);
+        if (n == 0) return false;
+        if (ended(n)) return true;
+    }
+    return true;
 }
 
 Shape EngineProbe::shape(Engine& e) {
@@ -147,4 +170,7 @@ KD_PROBE void kd_probe_break_rank(kd_engine* e, int rank, int fault) {
     kd::EngineProbe::break_rank(e->engine, rank, kd::Fault(fault));
 }
 KD_PROBE void kd_probe_rounds_at_once(kd_engine* e, int rounds) { kd::EngineProbe::rounds_at_once(e->engine, rounds); }
+KD_PROBE int kd_probe_poll_when_full(kd_engine* e, int times) {
+    return kd::EngineProbe::poll_when_full(e->engine, times);
+}
 KD_PROBE void kd_probe_freeze(kd_engine* e, volatile int* go) { kd::EngineProbe::freeze(e->engine, go); }

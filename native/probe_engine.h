@@ -17,6 +17,10 @@ struct EngineProbe {
     // The engine thread does nothing, from when *go is -1 until it is something else.
     static void freeze(Engine& e, volatile int* go);
 
+    // Polls the stream of slot 0 just when it sits out for its unpolled events, `times` times or until it ends; false if after a
+    // poll nothing came for two seconds, though there was room.
+    static bool poll_when_full(Engine& e, int times);
+
     static int ranks(const Engine& e) { return e.options_.tp; }
     static Shape shape(Engine& e);  // of rank 0
     // body(rank) on the thread of every rank, between two steps. What it throws is thrown here and leaves the engine as it is.

@@ -119,3 +119,15 @@ def test_a_bad_builder_costs_speed_only(library, small3, what):
         s = engine.stats()
         assert s["builder_failures"] == 10  # every round that could draft: the last token needs none
         assert run(engine, [Job(ask, "heap", 4)]) == want
+
+
+def test_who_polls_just_as_a_stream_sits_out_wakes_the_engine(probe, test_library, small3):
+    """A stream with 17 unpolled events sits out. Polled between the engine's last look at it and its sleep, it was waited for by
+    both sides for ever; poll_when_full() comes a little earlier and later than that, again and again."""
+    with kd.Engine(small3, library=test_library, threads=1) as engine:
+        for _ in range(12):
+            request = engine.submit([1, 2, 3], max_tokens=400, ignore_eos=True, credit=1 << 20, builder="none")
+            assert probe.kd_probe_poll_when_full(pointer(engine), 20)
+            engine.cancel(request)
+            while any(event.id == request for event in engine.poll(200)):
+                pass

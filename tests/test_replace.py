@@ -146,7 +146,7 @@ def test_cancelling_while_it_waits(engine, folders, expected):
 
 
 def test_a_failed_replacement_leaves_the_model_alone(engine, folders, expected, tmp_path):
-    with pytest.raises(KdError, match="cannot open"):
+    with pytest.raises(KdError, match="there is no such folder"):
         engine.load(tmp_path / "none", replace=True)
     assert engine.generate(PROMPT, max_tokens=120, ignore_eos=True).tokens == expected[0]
     with pytest.raises(KdError, match="KD_LOAD_REPLACE"):

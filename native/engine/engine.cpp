@@ -215,8 +215,10 @@ void Engine::score(const int32_t* tokens, uint32_t n, float* logits) {
 
 int Engine::poll(char* events, uint32_t stride, uint32_t capacity, uint32_t timeout_ms) {
     const int n = ring_.poll(events, stride, capacity, timeout_ms);
-    std::atomic_thread_fence(std::memory_order_seq_cst);
-    if (n && ring_blocked_.exchange(false)) post([] {});
+    if (n) {
+        polled_++;  // before the look at asleep_, as the engine thread says that it sleeps before it looks at this
+        if (asleep_.exchange(false)) post([] {});
+    }
     return n;
 }
 

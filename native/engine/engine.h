@@ -153,7 +153,7 @@ class Engine {
     void measure();  // what ranks choose by measuring; before anything else
     void serve();
     bool turn();  // false: there was nothing to do
-    void wait();
+    void wait(uint64_t polled);
     void drain_inbox();
     bool take_grants();  // true: a request that had no credit has some again
     void admit();
@@ -164,7 +164,6 @@ class Engine {
     int rounds_ahead() const;
     bool score_some();
     bool may_produce(const Request& request) const;
-    bool blocked_by_ring() const;
     void expire_slow_readers();
     uint64_t next_deadline_us() const;
     void emit(Request& request);
@@ -229,7 +228,8 @@ class Engine {
     std::vector<Grant> grants_;
     std::atomic<bool> wanted_{false};  // there are commands: a run of rounds is to end
     bool inbox_closed_ = false;
-    std::atomic<bool> ring_blocked_{false};  // the engine thread sleeps until events are polled
+    std::atomic<bool> asleep_{false};  // the engine thread is, or is about to be
+    std::atomic<uint64_t> polled_{0};  // calls of poll() that took events
     std::atomic<uint64_t> next_id_{1};
     std::atomic<uint64_t> builder_generation_{0};
     std::atomic<int> queued_{0};  // submitted, neither admitted nor ended

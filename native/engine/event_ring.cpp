@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "engine/clock.h"
 #include "error.h"
 
 namespace kd {
@@ -51,9 +52,14 @@ void EventRing::publish() {
 
 int EventRing::poll(char* events, uint32_t stride, uint32_t capacity, uint32_t timeout_ms) {
     tail_.store(given_, std::memory_order_release);
-    if (head_.load(std::memory_order_acquire) == given_ && timeout_ms > 0 && capacity > 0) {
+    const uint64_t until = now_us() + uint64_t{timeout_ms} * 1000;
+    for (uint64_t now = 0; head_.load(std::memory_order_acquire) == given_ && capacity > 0; now = now_us()) {
+        if (timeout_ms == 0 || now >= until) break;
         pollfd p = {fd_, POLLIN, 0};
-        ::poll(&p, 1, int(std::min<uint32_t>(timeout_ms, 0x7FFFFFFF)));  // EINTR: as if nothing came
+        const uint64_t left_ms = now ? (until - now + 999) / 1000 : timeout_ms;
+        if (::poll(&p, 1, int(std::min<uint64_t>(left_ms, 0x7FFFFFFF))) <= 0) break;  // EINTR: as if nothing came
+        // Readable for events that an earlier call has taken: it looked between their being told of and this.
+        if (head_.load(std::memory_order_acquire) == given_) drain();
     }
     uint32_t n = 0;
     const uint64_t head = head_.load(std::memory_order_acquire);
@@ -65,16 +71,17 @@ int EventRing::poll(char* events, uint32_t stride, uint32_t capacity, uint32_t t
         memcpy(events + size_t(n) * stride, &stride, sizeof stride);
         if (slot.place >= 0) unpolled_[slot.place].fetch_sub(1, std::memory_order_release);
     }
-    if (given_ == head) {
-        uint64_t count;
-        while (read(fd_, &count, sizeof count) < 0 && errno == EINTR) {}
-        // An event pushed between the look at head_ and the read must keep the descriptor readable.
-        if (head_.load(std::memory_order_acquire) != given_) {
-            const uint64_t one = 1;
-            while (write(fd_, &one, sizeof one) < 0 && errno == EINTR) {}
-        }
-    }
+    if (given_ == head) drain();
     return int(n);
+}
+
+// All events have been given: the descriptor is not readable any more, unless another has come between that look and this.
+void EventRing::drain() {
+    uint64_t count;
+    while (read(fd_, &count, sizeof count) < 0 && errno == EINTR) {}
+    if (head_.load(std::memory_order_acquire) == given_) return;
+    const uint64_t one = 1;
+    while (write(fd_, &one, sizeof one) < 0 && errno == EINTR) {}
 }
 
 }  // namespace kd

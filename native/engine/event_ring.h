@@ -35,6 +35,8 @@ class EventRing {
     int fd() const { return fd_; }
 
   private:
+    void drain();  // [consumer]
+
     struct Slot {
         kd_event event;
         int place;

@@ -24,6 +24,7 @@ void Engine::measure() {
 void Engine::serve() {
     while (!stop_) {
         bool worked = false;
+        const uint64_t polled = polled_;
         try {
             drain_inbox();
             worked = turn();
@@ -32,7 +33,7 @@ void Engine::serve() {
         }
         show();
         if (swap_if_idle()) worked = true;
-        if (!worked && !stop_) wait();
+        if (!worked && !stop_) wait(polled);
     }
     end_all(KD_E_CANCELLED);
     show();
@@ -89,16 +90,13 @@ bool Engine::turn() {
     return true;
 }
 
-// Sleep until a command comes, events were polled that a stream waits for, or a slow reader's time is up.
-void Engine::wait() {
-    ring_blocked_ = true;
-    std::atomic_thread_fence(std::memory_order_seq_cst);
-    const bool blocked = blocked_by_ring();
-    if (!blocked) ring_blocked_ = false;
+// Sleep until a command comes, events are polled, which a stream may wait for, or a slow reader's time is up. polled: what polled_
+// was before the turn that found nothing to do.
+void Engine::wait(uint64_t polled) {
+    asleep_ = true;
+    if (polled_ != polled) return;  // since that turn looked: what it found may not be so any more
     std::unique_lock lock(inbox_mutex_);
     auto ready = [&] { return !inbox_.empty() || !grants_.empty(); };
-    // Polled between the turn and here: go round once more.
-    if (blocked != blocked_by_ring()) return;
     if (const uint64_t deadline = next_deadline_us()) {
         const uint64_t now = now_us();
         inbox_wake_.wait_for(lock, std::chrono::microseconds(deadline > now ? deadline - now : 0), ready);
@@ -165,12 +163,6 @@ bool Engine::admit_one(Request& request, int slot) {
 
 bool Engine::may_produce(const Request& r) const {
     return !r.ended && r.credit > 0 && ring_.unpolled(r.sequence.slot) < kMostUnpolled;
-}
-
-bool Engine::blocked_by_ring() const {
-    if (!waiting_.empty() && int(running_.size()) < options_.max_streams) return true;  // perhaps for a slot
-    return std::any_of(running_.begin(), running_.end(),
-                       [&](const auto& r) { return !r->ended && r->credit > 0 && !may_produce(*r); });
 }
 
 bool Engine::prefill() {
