@@ -17,6 +17,7 @@ from fake_engine import token_at
 
 from kd import wire
 from kd.client import KdClientError
+from kd.state import DaemonState
 
 
 def new_id() -> bytes:
@@ -471,3 +472,13 @@ def test_an_idle_daemon_costs_nothing(start):
     with daemon.client() as client:
         client.generate([1], max_tokens=3)
     assert daemon.idles()
+
+
+def test_whoever_sees_the_first_state_may_load():
+    """A load that was asked for on seeing `empty` was refused for a moment: start-up was over only after that."""
+    seen: list[tuple[str, bool]] = []
+    state = DaemonState(lambda name, reason: seen.append((name, state.started)))
+    state.enter("loading")
+    state.enter("empty", started=True)
+    state.enter("loading")
+    assert seen == [("loading", False), ("empty", True), ("loading", True)]

@@ -405,8 +405,7 @@ class Daemon:
                 self.loader.run(os.path.abspath(path), model.draft, follow_links=model.follow_links)
             if self.stopping:
                 return
-            self.state.enter("ready" if path else "empty")
-            self.state.started = True
+            self.state.enter("ready" if path else "empty", started=True)
             notify.ready("ready" if path else "no model loaded")
         except Exception as error:
             told = verbs.wire_error(error)

@@ -26,10 +26,11 @@ class DaemonState:
         self.draining = False
         self.at = {"starting": time.monotonic()}  # when each state was last entered
 
-    def enter(self, name: str) -> bool:
-        """Go to `name`; False if that is not possible any more."""
+    def enter(self, name: str, started: bool = False) -> bool:
+        """Go to `name`; False if that is not possible any more. started: that ends start-up, so whoever sees the name may load."""
         assert name in STATES and name != "failed"
         with self._lock:
+            self.started = self.started or started
             if self.name in ("failed", "stopped") or (self.draining and name not in ("draining", "stopped")):
                 return False
             if name == self.name:
