@@ -77,7 +77,22 @@ def main() -> None:
     parser.add_argument("--link", type=float, default=55, help="GB/s of a GPU to its peers, one way")
     parser.add_argument("--link-us", type=float, default=10, help="of the smallest all-reduce, norm included")
     options = parser.parse_args()
-    report = json.loads(options.report.read_text())
+    for name in ("bandwidth", "tflops", "link"):
+        if not 0 < getattr(options, name) < float("inf"):
+            raise SystemExit(f"project: --{name} is {getattr(options, name)}: give a number above 0")
+    if not 0 <= options.link_us < float("inf"):
+        raise SystemExit(f"project: --link-us is {options.link_us}: give microseconds")
+    try:
+        report = json.loads(options.report.read_text())
+        schema = report.get("schema")
+    except (OSError, ValueError, AttributeError) as error:
+        raise SystemExit(
+            f"project: {options.report}: {error}: give what bench/rank_step.py --json has written"
+        ) from None
+    if schema != "kd rank_step 1":
+        raise SystemExit(
+            f"project: {options.report} is no report of bench/rank_step.py: give what its --json has written"
+        )
     read = options.bandwidth * 1e3 * report["read_gb_s"] / PUBLISHED_GB_S
     there = Gpu(read, options.tflops, options.link, options.link_us)
     print(f"PROJECTED from {options.report.name}: one rank of {report['tp']}, {read:.0f} GB/s read, "

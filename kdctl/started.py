@@ -47,7 +47,20 @@ def remembered(path: Path, pid: int | None) -> dict[str, Any]:
         told = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return told if isinstance(told, dict) and pid in (None, told.get("pid")) else {}
+    return told if _whole(told) and pid in (None, told["pid"]) else {}
+
+
+def _whole(told: Any) -> bool:
+    """Whether that is what remember() writes: the file may be damaged."""
+    if not isinstance(told, dict) or not isinstance(told.get("pid"), int):
+        return False
+    settings = told.get("set", [])
+    words = [told.get(name) for name in ("config", "model", "cwd", "endpoint")]
+    return (
+        isinstance(settings, list)
+        and all(isinstance(item, str) for item in settings)
+        and all(word is None or isinstance(word, str) for word in words)
+    )
 
 
 def on_its_way(settings: Settings) -> int | None:

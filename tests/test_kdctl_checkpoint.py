@@ -99,7 +99,8 @@ def test_inspect_tells_what_lies_beside_the_weights(capsys, folder, nano):
     assert re.fullmatch(
         r"\d+ tokens that give \d+, content_hash, .*sha256 of \d+ files?", beside["golden.json"]["about"]
     )
-    assert re.fullmatch(r"\d+ special tokens", beside["tokenizer_config.json"]["about"])
+    described = json.loads((nano / "tokenizer_config.json").read_text())["added_tokens_decoder"]
+    assert beside["tokenizer_config.json"]["about"] == f"{len(described)} special tokens"
     names = ["golden.json", "kd-hashes.json", "tokenizer_config.json"]
     for name in names:
         (folder / name).unlink(missing_ok=True)
@@ -422,3 +423,22 @@ def test_an_exception_in_progress_ends_a_conversion(folder, tmp_path):
         convert(folder, tmp_path / "out" / "packed", progress=progress)
     except KeyboardInterrupt:
         assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ["[" * 200_000, '[[1, [0, 0, 0, "/etc/passwd"]]]', '{"a": 5}', "infinite"])
+def test_a_damaged_memory_of_hashes_is_forgotten(capsys, folder, tmp_path, monkeypatch, damage):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    kdctl(capsys, "verify-checkpoint", folder)
+    memory = tmp_path / "cache" / "kd" / "hashes.json"
+    if damage == "infinite":
+        damage = json.dumps(
+            {key: [a, b, [float("inf")], *rest] for key, (a, b, _, *rest) in json.loads(memory.read_text()).items()}
+        )
+        assert "Infinity" in damage
+    memory.write_text(damage)
+    assert kdctl(capsys, "verify-checkpoint", folder)[0] == 0
+    assert len(json.loads(memory.read_text())) > 0
+    memory.unlink()
+    memory.mkdir()  # nothing can be written in its place, and nothing is left beside it
+    assert kdctl(capsys, "verify-checkpoint", folder)[0] == 0
+    assert list(memory.parent.iterdir()) == [memory]

@@ -458,3 +458,17 @@ def test_demo(kdctl, library):
     done = kdctl("demo", "--max-tokens", "16")
     assert "def fibonacci(n):" in done.out and "bits equal  yes" in done.out and "CPU twin" in done.out
     assert "chosen" in done.out and "the fastest at warm-up (tokens/s: " in done.out
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["{", "[]", '{"pid": "1"}', '{"pid": 1, "set": 5}', '{"pid": 1, "set": [null]}', '{"pid": 1, "model": [1]}'],
+)
+def test_a_damaged_note_of_a_start_is_as_none(tmp_path, damage):
+    note = tmp_path / "started.json"
+    started.remember(
+        note, os.getpid(), model=None, config=None, set=["builder.name=heap"], cwd="/", endpoint="ipc:///x"
+    )
+    assert started.remembered(note, os.getpid())["set"] == ["builder.name=heap"] and started.remembered(note, 1) == {}
+    note.write_text(damage)
+    assert started.remembered(note, None) == started.remembered(note, 1) == {}

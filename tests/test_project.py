@@ -56,3 +56,20 @@ def test_it_says_that_it_is_no_measurement():
     done = subprocess.run([sys.executable, ROOT / "bench" / "project.py"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("PROJECTED from rank_h200.json: one rank of 8")
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["nowhere.json"], "nowhere.json"),
+        ([str(RESULTS)], "give what bench/rank_step.py"),
+        ([str(RESULTS / "kernels_h200.json")], "is no report of bench/rank_step.py"),
+        (["--bandwidth", "nan"], "--bandwidth is nan"),
+        (["--link", "0"], "--link is 0"),
+        (["--link-us", "-5"], "--link-us is -5"),
+    ],
+)
+def test_what_cannot_be_is_told_in_one_sentence(words, says):
+    done = subprocess.run([sys.executable, ROOT / "bench" / "project.py", *words], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == ""
+    assert says in done.stderr and done.stderr.count("\n") == 1

@@ -47,10 +47,11 @@ def look_beside(
         return f"hashes of {_number(len(files), 'file')}, for verify-checkpoint"
 
     def tokenizer() -> str:
-        from kd.tokenizer import TokenizerError, read_special
+        from kd.tokenizer import TokenizerError, added_tokens, read_special
 
         try:
-            special = read_special(folder / TOKENIZER, 0, follow_links)
+            read_special(folder / TOKENIZER, 0, follow_links)
+            special = added_tokens(folder / TOKENIZER, follow_links)
         except TokenizerError as error:
             raise Unusable(str(error).removeprefix(f"{folder / TOKENIZER}: ")) from None
         if not present(folder / "tiktoken.model"):

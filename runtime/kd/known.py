@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +30,10 @@ class Known:
         base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         self._path = path or Path(base) / "kd" / "hashes.json"
         try:
-            self._known = dict(json.loads(read_bounded(self._path, MAX_CACHE_BYTES)))
-        except (OSError, ValueError, TypeError):
-            self._known = {}
+            told = dict(json.loads(read_bounded(self._path, MAX_CACHE_BYTES)))
+        except (OSError, ValueError, TypeError, RecursionError):
+            told = {}
+        self._known = {key: entry for key, entry in told.items() if isinstance(key, str) and isinstance(entry, list)}
 
     @staticmethod
     def _file(path: str) -> str:
@@ -49,7 +51,7 @@ class Known:
             found = Digest(
                 str(sha256), "", [(int(end), str(piece)) for end, piece in pieces], [int(n) for n in sums], {}
             )
-        except (KeyError, ValueError, TypeError):
+        except (KeyError, ValueError, TypeError, OverflowError):
             return None
         if [end for end, _ in found.pieces] != hashing.cut(job.bytes, job.header):
             return None
@@ -71,13 +73,14 @@ class Known:
             return False
 
     def save(self) -> None:
-        try:
+        part = self._path.with_suffix(f".{os.getpid()}")
+        with suppress(OSError):  # only a cache
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            part = self._path.with_suffix(f".{os.getpid()}")
-            part.write_text(self._text())
-            os.replace(part, self._path)
-        except OSError:  # only a cache
-            pass
+            try:
+                part.write_text(self._text())
+                os.replace(part, self._path)
+            except OSError:
+                part.unlink(missing_ok=True)
 
     def _text(self) -> str:
         kept: list[str] = []

@@ -27,7 +27,7 @@ class DaemonState:
         self.at = {"starting": time.monotonic()}  # when each state was last entered
 
     def enter(self, name: str, started: bool = False) -> bool:
-        """Go to `name`; False if that is not possible any more. started: that ends start-up, so whoever sees the name may load."""
+        """Go to `name`; False if that is not possible any more. started: start-up ends with it, and whoever sees it may load."""
         assert name in STATES and name != "failed"
         with self._lock:
             self.started = self.started or started

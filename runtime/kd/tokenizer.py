@@ -174,17 +174,21 @@ def read_ranks(path: str | Path, follow_links: bool = False) -> dict[bytes, int]
     return ranks
 
 
+def added_tokens(path: Path, follow_links: bool = False) -> list[tuple[int, str]]:
+    """(id, name) of each that `tokenizer_config.json` describes. Raises TokenizerError."""
+    raw = _read(path, MAX_CONFIG_BYTES, follow_links)
+    try:
+        return list(_added(Json.parse(raw)))
+    except BadJson as error:
+        raise TokenizerError(f"{path}: {error}; the file is damaged, fetch it again") from None
+
+
 def read_special(path: str | Path, n_ranks: int, follow_links: bool = False) -> dict[str, int]:
     """name -> id from `tokenizer_config.json`'s added_tokens_decoder. Raises TokenizerError."""
     path = Path(path)
-    raw = _read(path, MAX_CONFIG_BYTES, follow_links)
-    try:
-        added = list(_added(Json.parse(raw)))
-    except BadJson as error:
-        raise TokenizerError(f"{path}: {error}; the file is damaged, fetch it again") from None
     special: dict[str, int] = {}
     seen: dict[int, str] = {}
-    for i, name in added:
+    for i, name in added_tokens(path, follow_links):
         if i < n_ranks:
             raise TokenizerError(
                 f"{path}: special token {name!r} has id {i}, which tiktoken.model uses for ordinary "
