@@ -18,7 +18,7 @@ import click
 
 from kdctl.model import ProgressLine
 from kdctl.output import DURATION, FAILED, NOT_RUNNING, REFUSED, TIMEOUT, Failure, Settings, command
-from kdctl.started import alive, on_its_way, remember, remembered
+from kdctl.started import alive, held_back, on_its_way, remember, remembered
 
 LOG_LINES_ON_FAILURE = 20
 MAX_LOG_BYTES = 64 << 20
@@ -169,20 +169,23 @@ def _inspected(config: Any, cwd: str) -> None:
     without its weights."""
     if not config.model.path:
         return
+    from kd.beside import GOLDEN, TOKENIZER, look_beside
     from kd.checkpoint import inspect
     from kd.native import KdError, NativeError
 
-    draft = config.model.draft
+    folder, draft, follow_links = os.path.join(cwd, config.model.path), config.model.draft, config.model.follow_links
     try:
-        inspect(
-            os.path.join(cwd, config.model.path),
-            draft=draft if draft in ("auto", "none") else os.path.join(cwd, draft),
-            follow_links=config.model.follow_links,
-        )
+        target = inspect(
+            folder, draft=draft if draft in ("auto", "none") else os.path.join(cwd, draft), follow_links=follow_links
+        )["target"]
     except NativeError:
         return  # there is nothing to look with: the start will tell
     except KdError as error:
         raise Failure(f"{error.message}; nothing was stopped", FAILED, error.name) from None
+    for name, file in look_beside(folder, target["vocab"], target["max_positions"], follow_links).items():
+        needed = name == GOLDEN or (name == TOKENIZER and os.path.exists(os.path.join(folder, "tiktoken.model")))
+        if needed and file["usable"] is False:
+            raise Failure(f"{os.path.join(folder, name)} {file['about']}; nothing was stopped", FAILED, "KD_E_MODEL")
 
 
 def _start(
@@ -220,25 +223,29 @@ def _start(
         arguments += ["--log-format", "json"]  # this log is a file, read by programs as often as by people
     before = paths.started.read_bytes() if paths.started.exists() else None
     since = _log_end(paths.log)
-    child = spawn(settings, arguments, paths.log, cwd)
     told = {"model": model, "config": config_file, "set": options, "cwd": cwd, "endpoint": settings.endpoint}
-    remember(paths.started, child.pid, **told)
-    data = {"pid": child.pid, "log": str(paths.log), "state": "starting", "model": None}
-    if wait != "none":
-        try:
+    child = None
+    try:
+        with held_back(signal.SIGINT):  # a child that nobody remembers would be found by nobody
+            child = spawn(settings, arguments, paths.log, cwd)
+            remember(paths.started, child.pid, **told)
+        data = {"pid": child.pid, "log": str(paths.log), "state": "starting", "model": None}
+        if wait != "none":
             answer = wait_until(settings, child, paths.log, wait, timeout_s, since)
-        except Failure:
-            if before and child.poll() is not None:  # what has never served is nothing to start again
-                paths.started.write_bytes(before)
-            raise
-        except (KeyboardInterrupt, SystemExit):
+            data.update(state=answer["state"], model=answer["model"] and answer["model"]["path"])
+        return data
+    except Failure:
+        # What has never served is nothing to start again, unless another start has put its own there.
+        if before and child and child.poll() is not None and remembered(paths.started, child.pid):
+            paths.started.write_bytes(before)
+        raise
+    except (KeyboardInterrupt, SystemExit):
+        if child:
             settings.note(
                 f"kdctl: the daemon (pid {child.pid}) goes on without being waited for: `{settings.command('status')}` shows how "
                 f"far it is, `{settings.command('stop')}` ends it"
             )
-            raise
-        data.update(state=answer["state"], model=answer["model"] and answer["model"]["path"])
-    return data
+        raise
 
 
 def _say_started(settings: Settings, data: dict[str, Any]) -> None:
@@ -412,7 +419,12 @@ def restart(
             f"kdctl: builder {builder['builder']} was set by a command and is not kept: --set builder.name={builder['builder']} "
             f"--set builder.budget={builder['budget']} starts with it"
         )
-    data = _start(settings, model, config_file, options, wait, wait_timeout, same.get("cwd"))
+    try:
+        data = _start(settings, model, config_file, options, wait, wait_timeout, same.get("cwd"))
+    except Failure:
+        if runs:
+            settings.note("kdctl: the daemon that ran before was stopped for this one")
+        raise
     settings.emit("restart", data, lambda: _say_started(settings, data))
 
 

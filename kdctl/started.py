@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,24 @@ def alive(pid: int, endpoint: str) -> bool:
         return False
     except PermissionError:
         return endpoint.startswith("ipc://") and os.path.exists(endpoint[6:])
+
+
+@contextlib.contextmanager
+def held_back(number: int) -> Iterator[None]:
+    """What the signal does comes after the block: for what must not be done by half. A child that is made meanwhile finds it as
+    it would have."""
+    former = signal.getsignal(number)
+    if former in (signal.SIG_IGN, None) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    signal.signal(number, lambda n, _: came.append(n))
+    try:
+        yield
+    finally:
+        signal.signal(number, former)
+        if came:
+            signal.raise_signal(number)
 
 
 def remember(path: Path, pid: int, **told: Any) -> None:

@@ -106,7 +106,13 @@ def test_restart_keeps_what_start_was_told(kdctl, place, library, nano, tmp_path
     broken = tmp_path / "broken"
     shutil.copytree(nano, broken)
     (broken / "model.safetensors.index.json").write_text("[]")
-    for bad in (f"model.path={tmp_path / 'nowhere'}", f"model.path={broken}", f"model.draft={tmp_path / 'nowhere'}"):
+    damaged = [Path(shutil.copytree(nano, tmp_path / name)) for name in ("golden.json", "tokenizer_config.json")]
+    for folder in damaged:
+        (folder / folder.name).write_text("{bad")
+    for bad in (
+        f"model.path={tmp_path / 'nowhere'}", f"model.path={broken}", f"model.draft={tmp_path / 'nowhere'}",
+        *(f"model.path={folder}" for folder in damaged),
+    ):  # fmt: skip
         assert "nothing was stopped" in kdctl("restart", "--set", bad, code=1).err
         assert words()[0] and kdctl("health").err == ""
     kdctl("stop", "--now")
@@ -472,3 +478,19 @@ def test_a_damaged_note_of_a_start_is_as_none(tmp_path, damage):
     assert started.remembered(note, os.getpid())["set"] == ["builder.name=heap"] and started.remembered(note, 1) == {}
     note.write_text(damage)
     assert started.remembered(note, None) == started.remembered(note, 1) == {}
+
+
+def test_a_signal_is_held_back_until_both_are_done():
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        with started.held_back(signal.SIGINT):
+            signal.raise_signal(signal.SIGINT)
+            done.append(1)
+        done.append(2)
+    assert done == [1]
+    former = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with started.held_back(signal.SIGINT):
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # a child is to inherit that
+    finally:
+        signal.signal(signal.SIGINT, former)
