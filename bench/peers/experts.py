@@ -33,6 +33,7 @@ import statistics
 import sys
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -101,7 +102,7 @@ class Room:
         self.weight = torch.full((rows, SLOTS), WEIGHT, device="cuda")
 
 
-class Peer:
+class Peer(ABC):
     """Whose experts they are. Weights in its own layout, and calls over them."""
 
     name = ""
@@ -111,18 +112,18 @@ class Peer:
 
         self.small = small_kernels
 
-    def compile(self) -> None:
+    def compile(self) -> None:  # noqa: B027 - not every peer has something
         """What is not compiled by the first call."""
 
-    def place(self, gate_up: W4, down: W4) -> Layer:
-        raise NotImplementedError
+    @abstractmethod
+    def place(self, gate_up: W4, down: W4) -> Layer: ...
 
-    def about(self, rows: int) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def about(self, rows: int) -> str: ...
 
+    @abstractmethod
     def caller(self, rows: int) -> Callable[[Layer, torch.Tensor, torch.Tensor], torch.Tensor]:
         """(layer, x [rows][HIDDEN], ids [rows][SLOTS]) -> y [rows][HIDDEN], overwritten by the next"""
-        raise NotImplementedError
 
 
 class Marlin(Peer):
@@ -204,7 +205,7 @@ class Humming(Peer):
             for rows in ROWS
         }
 
-    def compile(self) -> None:
+    def compile(self) -> None:  # noqa: B027 - not every peer has something
         wanted = {
             (s.to_str(), json.dumps(t))
             for tuned in self.tuned.values()

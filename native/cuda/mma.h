@@ -134,13 +134,8 @@ __device__ __forceinline__ void let_next_kernel_start() {
 
 // ---- blocks of a cluster; nothing before sm_90 --------------------------------------------------------------------------
 
-// All threads of all blocks; orders what they wrote to shared memory.
-__device__ __forceinline__ void cluster_barrier() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::: "memory");
-#endif
-}
-// In two steps: what comes between them waits for nobody.
+// All threads of all blocks meet, which orders what they wrote to shared memory: in two steps, what comes between them waits for
+// nobody, or in one.
 __device__ __forceinline__ void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.release.aligned;\n" ::: "memory");
@@ -150,6 +145,10 @@ __device__ __forceinline__ void cluster_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory");
 #endif
+}
+__device__ __forceinline__ void cluster_barrier() {
+    cluster_arrive();
+    cluster_wait();
 }
 // To where block `rank` of the cluster, which has started, holds what this one holds at `shared`.
 __device__ __forceinline__ void store_to_block(float* shared, int rank, float v) {
