@@ -27,7 +27,7 @@ class Parting(NamedTuple):
     margin: float  # the smallest router margin that can have moved them
     position: int  # where that is; the logits are those of position prompt + token - 1
     moved: bool  # whether the two took other experts where that can have moved them
-    shift: float  # the largest difference of two scores of a router there
+    shift: float  # the largest difference of two scores of a router before any other expert was taken
 
 
 def read_tensor(path: Path, wanted: str) -> np.ndarray | None:
@@ -94,11 +94,10 @@ class Routers:
         ids = [*prompt, *one[:at]]
         (logits, rows), (_, others) = self.look(ids), other.look(ids)
         second, first = np.sort(logits[-1])[-2:]
-        moved = (self.experts(rows) != self.experts(others)).any(axis=2) & bears(len(rows), len(ids))
-        shift = abs(self.scores(rows) - self.scores(others)).max(axis=2)[bears(len(rows), len(ids))].max()
-        return Parting(
-            len(prompt), at, float(first - second), *nearest(self.margins(rows)), bool(moved.any()), float(shift)
-        )
+        seen = bears(len(rows), len(ids))
+        moved = ((self.experts(rows) != self.experts(others)).any(axis=2) & seen).any(axis=1)
+        shift = rounding((abs(self.scores(rows) - self.scores(others)).max(axis=2) * seen).max(axis=1), moved)
+        return Parting(len(prompt), at, float(first - second), *nearest(self.margins(rows)), bool(moved.any()), shift)
 
 
 def bears(layers: int, positions: int) -> np.ndarray:
@@ -108,6 +107,12 @@ def bears(layers: int, positions: int) -> np.ndarray:
     made = np.ones((layers, positions), bool)
     made[-1, :-1] = False
     return made
+
+
+def rounding(differences: np.ndarray, moved: np.ndarray) -> float:
+    """The largest difference in layers up to the first that took other experts: what comes later differs by what they give."""
+    first = int(moved.argmax()) if moved.any() else len(moved) - 1
+    return float(differences[: first + 1].max())
 
 
 def nearest(margins: np.ndarray) -> tuple[float, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import backend
 import numpy as np
 import pytest
-from partings import Routers, nearest
+from partings import Routers, nearest, rounding
 from ref import model as spec
 
 import kd
@@ -88,3 +88,10 @@ def test_what_bears_on_the_last_position():
     margins[1, 4] = 0.2  # the position itself
     assert nearest(margins) == (0.2, 4)
     assert nearest(margins[1:]) == (0.2, 4)
+
+
+def test_what_other_experts_give_is_no_rounding():
+    differences = np.array([1e-4, 3e-3, 0.5, 0.9])
+    assert rounding(differences, np.array([False, True, True, True])) == 3e-3
+    assert rounding(differences, np.zeros(4, bool)) == 0.9
+    assert rounding(differences, np.array([True, False, False, False])) == 1e-4
