@@ -214,21 +214,24 @@ def inspect(
 @DRAFT
 @LINKS
 @click.option("--no-hashes", is_flag=True, help="Only presence, sizes, headers and index: seconds instead of minutes.")
+@click.option("--again", is_flag=True, help="Read files, too, that have not changed since they were hashed.")
 @click.option("--write", is_flag=True, help="Leave a kd-hashes.json in the folder for the next time, if it is whole.")
 @click.pass_obj
 def verify_checkpoint(
-    settings: Settings, path: str, draft: str, follow_links: bool, no_hashes: bool, write: bool
+    settings: Settings, path: str, draft: str, follow_links: bool, no_hashes: bool, again: bool, write: bool
 ) -> None:
     """Is the model folder PATH whole? Names file, tensor and offset of every fault. Needs no daemon.
 
     Bytes are compared with everything that is known of them: the hashes in packed files, golden.json, kd-hashes.json, and the
-    names in Hugging Face's cache; what was hashed is remembered until a file changes.
+    names in Hugging Face's cache; what was hashed is remembered until a file changes, as its size, times and inode tell: a
+    disk that changes bytes by itself is found with --again.
     """
     from kd import checkpoint, hashing
     from kd.native import KdError
 
-    if write and no_hashes:
-        raise click.UsageError("--write needs the hashes that --no-hashes leaves out")
+    for name, given in (("--write", write), ("--again", again)):
+        if given and no_hashes:
+            raise click.UsageError(f"{name} needs the hashes that --no-hashes leaves out")
     shown = [0]
 
     def progress(done: int, total: int) -> None:
@@ -239,7 +242,13 @@ def verify_checkpoint(
 
     try:
         found = checkpoint.verify(
-            path, draft=draft, follow_links=follow_links, hashes=not no_hashes, write=write, progress=progress
+            path,
+            draft=draft,
+            follow_links=follow_links,
+            hashes=not no_hashes,
+            again=again,
+            write=write,
+            progress=progress,
         )
     except KdError as error:
         raise _failed(error) from None

@@ -164,15 +164,24 @@ def _checked(
     return _paths(settings, flags, config_file)
 
 
-def _inspected(config: Any, cwd: str) -> None:
-    """An error where a daemon of this configuration, started in `cwd`, could not load its model, as far as that is known
-    without its weights."""
-    if not config.model.path:
-        return
+def _inspected(config: Any, cwd: str, builders: list[str] | None) -> None:
+    """An error where a daemon of this configuration, started in `cwd`, could not serve, as far as that is known without a model's
+    weights. builders: those that there are, as far as they are known."""
     from kd.beside import GOLDEN, TOKENIZER, look_beside
     from kd.checkpoint import inspect
-    from kd.native import KdError, NativeError
+    from kd.native import KdError, NativeError, find_library
 
+    try:
+        find_library(config.engine.device)
+    except NativeError as error:
+        raise Failure(f"{error.message}; nothing was stopped", FAILED, error.name) from None
+    name = config.builder.name
+    if builders is not None and name and name not in builders:
+        raise Failure(
+            f"there is no builder {name!r}: one of {', '.join(builders)}; nothing was stopped", FAILED, "NOT_FOUND"
+        )
+    if not config.model.path:
+        return
     folder, draft, follow_links = os.path.join(cwd, config.model.path), config.model.draft, config.model.follow_links
     try:
         target = inspect(
@@ -375,7 +384,7 @@ def restart(
     from kd.client import KdClientError
 
     told = configuration.find(settings.instance).started
-    builder = None
+    builder = builders = None
     try:
         answer = settings.client().status()
         same = remembered(told, settings.client().hello()["pid"])
@@ -386,6 +395,7 @@ def restart(
             since = {"model.draft": serves["draft"], "model.follow_links": str(serves["follow_links"]).lower()}
             before = [item for item in same.get("set", ()) if item.partition("=")[0] not in since]
             same["set"] = [*before, *(f"{key}={value}" for key, value in since.items())]
+        builders = [row["name"] for row in settings.client().builders()]
         runs = True
     except KdClientError as error:
         settings.close()
@@ -408,7 +418,7 @@ def restart(
     options = (*kept, *options)
     config, _ = _checked(settings, model, config_file, options)
     if runs:
-        _inspected(config, same.get("cwd") or os.getcwd())
+        _inspected(config, same.get("cwd") or os.getcwd(), builders)
         try:
             _stop(settings, now, None)
         except (KeyboardInterrupt, SystemExit):

@@ -347,7 +347,8 @@ def test_missing_folder_and_path(probe, tmp_path):
 
 def test_wrong_draft_path(probe, folder, tmp_path):
     missing = tmp_path / "none"
-    refused(lambda: probe.load(folder, draft=DRAFT_PATH, draft_path=missing), str(missing), status=KD_E_IO)
+    sentence = "there is no such drafter's folder"
+    refused(lambda: probe.load(folder, draft=DRAFT_PATH, draft_path=missing), str(missing), sentence, status=KD_E_IO)
     refused(lambda: probe.load(folder, draft=DRAFT_PATH, draft_path=folder), "DeepseekV3ForCausalLM")
 
 

@@ -162,8 +162,8 @@ def test_a_drafter_that_is_not_there_is_told_with_its_path(capsys, folder, tmp_p
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     for name, place, what in (
-        ("missing", "missing", "there is no such folder; check the path"),
-        ("file", "file", "give the folder that it is in"),
+        ("missing", "missing", "there is no such drafter's folder; check the path"),
+        ("file", "file", "give the drafter's folder that it is in"),
         (
             "empty",
             "empty",

@@ -40,6 +40,10 @@ def test_whole_folders_are_whole(capsys, folder):
     assert (code, found["faults"]) == (0, []) and found["hashed"] == found["files"] and found["compared"] >= 3
     code, again = kdctl(capsys, "verify-checkpoint", folder)
     assert (code, again["cached"], again["compared"]) == (0, found["files"], found["compared"])
+    code, again = kdctl(capsys, "verify-checkpoint", folder, "--again")
+    assert (code, again["faults"], again["hashed"], again["cached"]) == (0, [], found["files"], 0)
+    code, again = kdctl(capsys, "verify-checkpoint", folder)
+    assert (code, again["cached"]) == (0, found["files"])
     assert faults(capsys, folder, "--draft", "none") == []
     assert faults(capsys, folder, "--no-hashes") == []
 

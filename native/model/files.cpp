@@ -23,9 +23,9 @@ std::string reason(int error) {
     return strerror_r(error, text, sizeof text);  // GNU's: returns the text
 }
 
-[[noreturn]] void cannot(const char* verb, const std::string& path, int error) {
+[[noreturn]] void cannot(const std::string& verb, const std::string& path, int error) {
     fail(KD_E_IO, "%s: cannot %s as user %u: %s; check the path and its permissions", printable(path, 300).c_str(),
-         verb, static_cast<unsigned>(geteuid()), reason(error).c_str());
+         verb.c_str(), static_cast<unsigned>(geteuid()), reason(error).c_str());
 }
 
 // The target if `name` is a link as Hugging Face's cache makes them, else empty.
@@ -76,14 +76,15 @@ void File::expect(uint64_t offset, uint64_t n) const {
                       POSIX_FADV_WILLNEED);
 }
 
-Folder::Folder(const std::string& path, Links links) : path_(path), links_(links) {
+Folder::Folder(const std::string& path, Links links, const std::string& what) : path_(path), links_(links) {
     fd_ = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (fd_ >= 0) return;
-    if (errno == ENOENT) fail(KD_E_IO, "%s: there is no such folder; check the path", printable(path, 300).c_str());
+    if (errno == ENOENT)
+        fail(KD_E_IO, "%s: there is no such %s; check the path", printable(path, 300).c_str(), what.c_str());
     if (errno == ENOTDIR)
-        fail(KD_E_IO, "%s: is a file, or leads through one; give the folder that it is in",
-             printable(path, 300).c_str());
-    cannot("open the folder", path, errno);
+        fail(KD_E_IO, "%s: is a file, or leads through one; give the %s that it is in", printable(path, 300).c_str(),
+             what.c_str());
+    cannot("open the " + what, path, errno);
 }
 
 Folder::Folder(const Folder& parent, const std::string& name) : path_(parent.path_of(name)), links_(parent.links_) {

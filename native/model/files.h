@@ -40,7 +40,8 @@ enum class Links { kCache, kFollow };  // which symbolic links are followed
 
 class Folder {
   public:
-    explicit Folder(const std::string& path, Links links = Links::kCache);  // KD_E_IO
+    // KD_E_IO, which calls it what it is.
+    explicit Folder(const std::string& path, Links links = Links::kCache, const std::string& what = "folder");
     Folder(const Folder& parent,
            const std::string& name);  // KD_E_MODEL if it is a link or no folder; links as the parent
     ~Folder();

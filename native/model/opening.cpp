@@ -22,8 +22,9 @@ std::unique_ptr<DraftSource> open_draft(const Folder& folder, const DraftChoice&
     if (choice.mode == DraftChoice::kNone) return nullptr;
     if (choice.mode == DraftChoice::kAuto && !(packed ? packed->draft : folder.has(kDraftName))) return nullptr;
     auto draft = std::make_unique<DraftSource>();
-    draft->folder = choice.mode == DraftChoice::kPath ? std::make_unique<Folder>(choice.path, folder.links())
-                                                      : std::make_unique<Folder>(folder, kDraftName);
+    draft->folder = choice.mode == DraftChoice::kPath
+                        ? std::make_unique<Folder>(choice.path, folder.links(), "drafter's folder")
+                        : std::make_unique<Folder>(folder, kDraftName);
     if (!draft->folder->has(kConfigName) && !has_weights(*draft->folder))
         refuse(draft->folder->path(),
                "holds no drafter: there is neither a config.json nor weights; give the folder of a DFlash drafter, or "

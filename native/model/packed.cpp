@@ -11,7 +11,6 @@
 
 #include "model/fill.h"
 #include "model/hash.h"
-#include "model/readers.h"
 #include "model/refuse.h"
 
 namespace kd::model {
@@ -166,27 +165,31 @@ void Packed::open(const Folder& folder, const Packing& p, int tp, int rank) {
     read_bytes_ += p.bytes;
 }
 
-void Packed::read(const Piece& piece, Loaded& loaded, Progress& progress, uint8_t* buffer,
-                  const std::function<bool()>& stop) const {
+void Packed::read(const Piece& piece, Loaded& loaded, Progress& progress, const Buffers& buffers,
+                  const Stop& stop) const {
     const auto rank = static_cast<size_t>(piece.rank);
     const File& file = *files_[rank];
     device::bind(device::context(loaded.group(), piece.rank));
     const size_t chunk = model::read_bytes();
     Hash hash;
+    uint8_t *buffer = buffers.chunk(), *uploading = buffers.share();
     for (uint64_t at = 0; at < piece.bytes; at += chunk) {
         pause(progress);
-        if (stop()) return;
+        if (stop()) break;
         const auto n = static_cast<size_t>(std::min<uint64_t>(chunk, piece.bytes - at));
         uint8_t* const to = loaded.arena(piece.rank) + piece.begin + at;
         void* const lands = device::landing(to, buffer);
         file.read(lands, n, data_begin_[rank] + piece.begin + at, "tensor '" + parts_[piece.part].name + "'");
         hash.add(lands, n);
         if (lands == buffer) {
+            device::settle();  // the other buffer is read into next, while this one goes up
             device::upload(to, buffer, n);
-            device::settle();
+            std::swap(buffer, uploading);
         }
         progress.bytes_done += n;
     }
+    device::settle();
+    if (stop()) return;
     if (hash.value() != piece.hash)
         refuse(file.path, "bytes " + std::to_string(data_begin_[rank] + piece.begin) + " to " +
                               std::to_string(data_begin_[rank] + piece.begin + piece.bytes) + " (tensor '" +
@@ -205,7 +208,7 @@ void Packed::fill(Loaded& loaded, Progress& progress) const {
     read_parallel(pieces_.size(), readers, device::context(loaded.group(), 0),
                   [&](size_t job, Buffers& buffers, const Stop& stop) {
                       expect(job + static_cast<size_t>(readers));  // the disk works on while this one is copied
-                      read(pieces_[job], loaded, progress, buffers.chunk(), stop);
+                      read(pieces_[job], loaded, progress, buffers, stop);
                   });
 }
 

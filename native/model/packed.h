@@ -11,6 +11,7 @@
 
 #include "model/files.h"
 #include "model/load.h"
+#include "model/readers.h"
 
 namespace kd::model {
 
@@ -56,8 +57,7 @@ class Packed {
     uint64_t read_bytes_ = 0;
 
     void open(const Folder& folder, const Packing& packing, int tp, int rank);
-    void read(const Piece& piece, Loaded& loaded, Progress& progress, uint8_t* buffer,
-              const std::function<bool()>& stop) const;
+    void read(const Piece& piece, Loaded& loaded, Progress& progress, const Buffers& buffers, const Stop& stop) const;
 };
 
 // Writes the files of all ranks into the folder `path`, which exists and holds none of them. Binds the calling thread.

@@ -47,8 +47,8 @@ _MODEL_FOLDER = "that Hugging Face's files are in, or one that `kdctl convert` h
 SIDE_FILES = ("config.json", "generation_config.json", *sorted(TEXT_FILES))
 
 
-def must_be_folder(path: str | Path) -> None:
-    """Raises KdError."""
+def must_be_folder(path: str | Path, what: str = "folder") -> None:
+    """Raises KdError, which calls it `what`."""
     from kd.structs import failure
 
     try:
@@ -56,7 +56,7 @@ def must_be_folder(path: str | Path) -> None:
             os.listdir(path)
             return
     except FileNotFoundError:
-        raise failure("KD_E_NOT_FOUND", f"{path}: there is no such folder; check the path") from None
+        raise failure("KD_E_NOT_FOUND", f"{path}: there is no such {what}; check the path") from None
     except NotADirectoryError:
         pass
     except OSError as error:
@@ -65,7 +65,7 @@ def must_be_folder(path: str | Path) -> None:
             f"{path}: the model folder cannot be read by user {os.geteuid()} ({error.strerror}); give that user access to "
             "it and to the folders above",
         ) from None
-    raise failure("KD_E_NOT_FOUND", f"{path}: is a file; give the folder that it is in")
+    raise failure("KD_E_NOT_FOUND", f"{path}: is a file; give the {what} that it is in")
 
 
 def inspect(path: str | Path, *, draft: str | Path = "auto", follow_links: bool = False) -> dict[str, Any]:
@@ -250,21 +250,23 @@ def verify(
     draft: str | Path = "auto",
     follow_links: bool = False,
     hashes: bool = True,
+    again: bool = False,
     write: bool = False,
     progress: Callable[[int, int], None] | None = None,
     cache: Path | None = None,
 ) -> dict[str, Any]:
     """{"faults", "files", "bytes", "hashed", "cached", "compared", "written"}. Looks at presence, sizes, headers and index; with
-    `hashes` at every byte, for NaN and infinity, and compares with everything there is to compare with; `write`: a folder
-    without faults gets a kd-hashes.json, and so does its draft/. Names of files are relative to the folder,
-    those of a drafter from elsewhere absolute. Raises KdError for what is no folder, NotWritten where hashes cannot be."""
+    `hashes` at every byte, for NaN and infinity, and compares with everything there is to compare with, files that have not
+    changed since they were hashed only by what is remembered, unless `again`; `write`: a folder without faults gets a
+    kd-hashes.json, and so does its draft/. Names of files are relative to the folder, those of a drafter from elsewhere
+    absolute. Raises KdError for what is no folder, NotWritten where hashes cannot be."""
     must_be_folder(folder)
     folder = Path(folder)
     faults: list[Fault] = []
     places = [_Place("", folder)]
     if draft not in ("auto", "none"):
         draft = os.path.abspath(draft)
-        must_be_folder(draft)
+        must_be_folder(draft, "drafter's folder")
         places.append(_Place(f"{draft}/", Path(draft)))
     elif draft == "auto" and present(folder / "draft") and not packed_names(folder):
         if (folder / "draft").is_dir():
@@ -287,7 +289,7 @@ def verify(
     if hashes:
         for place, skipped in zip(places, ("skipped", "draft_skipped"), strict=False):
             _segment(place, set(about.get(skipped, ())))
-        known = Known(cache)
+        known = Known(cache, forget=again)
         golden = _golden(folder, follow_links, faults)
         told = {fault.file for fault in faults}  # what a file is refused for is not told of its hashes again
         _read(places, known, told, report, faults, progress)

@@ -24,15 +24,16 @@ MAX_FILES = 4096
 class Known:
     """What is known of files that have not changed since (device, inode, size, times of change), in the user's cache folder:
     {key: [sha256, pieces, sums of segments, path]}, those asked for last at the end. What is written has the files alone that
-    are there, unchanged, and of these the last ones asked for."""
+    are there, unchanged, and of these the last ones asked for. forget: nothing is known of files until they have been hashed."""
 
-    def __init__(self, path: Path | None):
+    def __init__(self, path: Path | None, forget: bool = False):
         base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         self._path = path or Path(base) / "kd" / "hashes.json"
         try:
             told = dict(json.loads(read_bounded(self._path, MAX_CACHE_BYTES)))
         except (OSError, ValueError, TypeError, RecursionError):
             told = {}
+        self._believed = not forget
         self._known = {key: entry for key, entry in told.items() if isinstance(key, str) and isinstance(entry, list)}
 
     @staticmethod
@@ -45,6 +46,8 @@ class Known:
         return f"{self._file(path)}:{parts:016x}"
 
     def get(self, job: Job) -> Digest | None:
+        if not self._believed:
+            return None
         try:
             key = self._key(job.real, job.segments)
             sha256, pieces, sums, *_ = self._known[key]

@@ -142,25 +142,31 @@ def library_paths(device: str) -> tuple[Path, Path]:
     return _HERE / "lib" / name, _ROOT / "build" / "out" / name
 
 
+def find_library(device: str) -> Path:
+    """The file of a backend's library. Raises NativeError."""
+    if not re.fullmatch(r"[a-z0-9_]{1,16}", device):
+        raise NativeError(
+            constants["KD_E_DEVICE"], "KD_E_DEVICE", f'device "{device[:40]}" is not known; use "cpu" or "cuda"'
+        )
+    places = library_paths(device)
+    for place in places:
+        if place.is_file():
+            return place
+    how = "run `make`" if device == "cpu" else 'build it where nvcc is, or ask for device "cpu"'
+    raise NativeError(
+        constants["KD_E_DEVICE"],
+        "KD_E_DEVICE",
+        f'there is no library for device "{device}": neither {places[0]} nor {places[1]} exists; {how}',
+    )
+
+
 def load_library(device: str = "cpu", path: str | Path | None = None) -> Library:
     """The backend's library, loaded once a process. path: this file instead of the usual places.
 
     A backend without its library is an error, never another backend. Raises NativeError.
     """
     if path is None:
-        if not re.fullmatch(r"[a-z0-9_]{1,16}", device):
-            raise NativeError(
-                constants["KD_E_DEVICE"], "KD_E_DEVICE", f'device "{device[:40]}" is not known; use "cpu" or "cuda"'
-            )
-        places = library_paths(device)
-        found = next((p for p in places if p.is_file()), None)
-        if found is None:
-            how = "run `make`" if device == "cpu" else 'build it where nvcc is, or ask for device "cpu"'
-            raise NativeError(
-                constants["KD_E_DEVICE"],
-                "KD_E_DEVICE",
-                f'there is no library for device "{device}": neither {places[0]} nor {places[1]} exists; {how}',
-            )
+        found = find_library(device)
     else:
         found = Path(path)
         if not found.is_file():
