@@ -68,6 +68,7 @@ cuda: tools .venv/.cuda ## the CUDA twin, for the GPUs here or else for sm_90a a
 	@build/cuda_status.sh
 
 test-cuda: ## the test suite on the GPU, with the CUDA twin; a PYTHON that has all the tests import is taken as it is
+	@nvidia-smi -L >/dev/null 2>&1 || { echo "make test-cuda: there is no NVIDIA GPU here (nvidia-smi shows none), and these tests run on one; make test is for the CPU twin" >&2; exit 69; }
 	@if command -v nvcc >/dev/null && $(PYTHON) -c '$(CUDA_TESTS_IMPORT)' 2>/dev/null; then python=$(PYTHON); \
 	else $(MAKE) --no-print-directory .venv/.test .venv/.cuda && python=$(BIN)/python; fi && \
 	JOBS=$(JOBS) build/make.sh cuda cuda-test && PYTHONPATH=runtime:. $(PYTEST_ENVIRONMENT) $$python -m pytest --device cuda \
@@ -107,8 +108,7 @@ tools:
 
 # A toolkit of the system is taken as it is; without one, nvcc comes from PyPI.
 .venv/.cuda: .venv/.made pyproject.toml
-	@command -v nvcc >/dev/null || { echo "installing nvcc 13.0 from PyPI"; $(PIP) $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["cuda"])'); }
-	@touch $@
+	@command -v nvcc >/dev/null || { echo "installing nvcc 13.0 from PyPI"; $(PIP) $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["cuda"])') && touch $@; }
 
 .venv/.lint: .venv/.made pyproject.toml
 	$(PIP) $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["lint"])')

@@ -25,6 +25,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from machine import told
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "runtime"), str(ROOT)]
 READERS, CHUNK = 8, 4 << 20  # as native/model/readers.h
@@ -111,9 +113,10 @@ def load(folder: Path, device: str, tp: int) -> dict[str, float]:
         [sys.executable, "-c", code, str(folder), device, str(tp)],
         capture_output=True,
         text=True,
-        check=True,
         env={**os.environ, "PYTHONPATH": f"{ROOT / 'runtime'}:{ROOT}"},
     )
+    if done.returncode:
+        raise SystemExit(done.stderr.strip().split("\n")[-1])
     return json.loads(done.stdout)
 
 
@@ -166,4 +169,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    told(main)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,16 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+def told(main: Callable[[], Any]) -> Any:
+    """main(), or what an engine or a library refuses as one sentence."""
+    from kd import KdError
+
+    try:
+        return main()
+    except KdError as error:
+        raise SystemExit(str(error)) from None
+
+
 def machine(device: str) -> dict[str, Any]:
     about: dict[str, Any] = {
         "python": platform.python_version(),
@@ -25,5 +36,10 @@ def machine(device: str) -> dict[str, Any]:
     if device == "cuda":
         query = "name,driver_version,clocks.max.sm,clocks.max.mem,power.limit"
         command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-        about["gpu"] = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        try:
+            about["gpu"] = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            raise SystemExit(
+                "there is no NVIDIA GPU here: nvidia-smi shows none; --device cpu measures the CPU twin"
+            ) from None
     return about

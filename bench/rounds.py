@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import machine
+from machine import machine, told
 from rank_needs import WARM, parts_of, stage_names
 
 import kd
@@ -181,4 +181,4 @@ def main(arguments: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    told(lambda: main(sys.argv[1:]))

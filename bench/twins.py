@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from human_eval import problems
+from machine import told
 
 import kd
 
@@ -91,4 +92,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(told(main))

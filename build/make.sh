@@ -53,6 +53,11 @@ if [ ${#archs[@]} = 0 ] && command -v nvidia-smi >/dev/null; then # 9.0 -> 90a, 
 fi
 [ ${#archs[@]} -gt 0 ] || archs=(90a 120f)
 [ "${archs[*]}" != all ] || archs=(80 89 90a 100f 120f)
+known=' 80 86 87 88 89 90 90a 100 100a 100f 103 103a 103f 110 110a 110f 120 120a 120f 121 121a 121f '
+for arch in "${archs[@]}"; do
+    [[ $known == *" $arch "* ]] || { echo "build/make.sh: ARCHS=\"$ARCHS\": '$arch' is no architecture that kd can be built for; give some of these, with spaces between:$known(90a: an H200; 120f: an RTX PRO 6000), or all" >&2; exit 64; }
+done
+mapfile -t archs < <(printf '%s\n' "${archs[@]}" | awk '!seen[$0]++')
 nvcc_flags() {
     local a
     for a in "${archs[@]}"; do echo "-gencode arch=compute_$a,code=sm_$a"; done

@@ -170,11 +170,18 @@ def _inspected(config: Any, cwd: str, builders: list[str] | None) -> None:
     from kd.beside import GOLDEN, TOKENIZER, look_beside
     from kd.checkpoint import inspect
     from kd.native import KdError, NativeError, find_library
+    from kdctl.checkpoint import gpus
 
     try:
         find_library(config.engine.device)
     except NativeError as error:
         raise Failure(f"{error.message}; nothing was stopped", FAILED, error.name) from None
+    if config.engine.device == "cuda" and not gpus() and not os.path.exists("/dev/nvidiactl"):
+        raise Failure(
+            "device cuda needs an NVIDIA GPU, and nvidia-smi shows none here; nothing was stopped",
+            FAILED,
+            "KD_E_DEVICE",
+        )
     name = config.builder.name
     if builders is not None and name and name not in builders:
         raise Failure(
@@ -183,14 +190,21 @@ def _inspected(config: Any, cwd: str, builders: list[str] | None) -> None:
     if not config.model.path:
         return
     folder, draft, follow_links = os.path.join(cwd, config.model.path), config.model.draft, config.model.follow_links
+    tp = config.engine.tp
     try:
-        target = inspect(
+        about = inspect(
             folder, draft=draft if draft in ("auto", "none") else os.path.join(cwd, draft), follow_links=follow_links
-        )["target"]
+        )
     except NativeError:
         return  # there is nothing to look with: the start will tell
     except KdError as error:
         raise Failure(f"{error.message}; nothing was stopped", FAILED, error.name) from None
+    refused = next((rank.get("refused") for rank in about["ranks"] if rank["tp"] == tp), None)
+    if about.get("packed_tp", tp) != tp:
+        refused = f"{folder}: was packed for a tp of {about['packed_tp']}, not {tp}"
+    if refused:
+        raise Failure(f"{refused}; nothing was stopped", FAILED, "KD_E_MODEL")
+    target = about["target"]
     for name, file in look_beside(folder, target["vocab"], target["max_positions"], follow_links).items():
         needed = name == GOLDEN or (name == TOKENIZER and os.path.exists(os.path.join(folder, "tiktoken.model")))
         if needed and file["usable"] is False:
@@ -237,7 +251,17 @@ def _start(
     try:
         with held_back(signal.SIGINT):  # a child that nobody remembers would be found by nobody
             child = spawn(settings, arguments, paths.log, cwd)
-            remember(paths.started, child.pid, **told)
+            try:
+                remember(paths.started, child.pid, **told)
+            except OSError as error:
+                child.kill()
+                child.wait()
+                raise Failure(
+                    f"{paths.started} cannot be written ({error.strerror}), so nothing was started: make room, or let user "
+                    f"{os.geteuid()} write there",
+                    FAILED,
+                    "IO",
+                ) from None
         data = {"pid": child.pid, "log": str(paths.log), "state": "starting", "model": None}
         if wait != "none":
             answer = wait_until(settings, child, paths.log, wait, timeout_s, since)

@@ -58,9 +58,13 @@ def remember(path: Path, pid: int, **told: Any) -> None:
     """For `restart`, and for `stop` while it does not answer yet. Replaced as a whole, and readable by its owner alone, as a
     log is."""
     new = path.with_suffix(".new")
-    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as f:
-        json.dump({"pid": pid, "born": born(pid), **told}, f)
-    new.replace(path)
+    try:
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as f:
+            json.dump({"pid": pid, "born": born(pid), **told}, f)
+        new.replace(path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def remembered(path: Path, pid: int | None) -> dict[str, Any]:

@@ -98,3 +98,49 @@ def test_shares_are_dealt_of_the_chosen_tests():
     chosen = collected()
     assert len(chosen) == 4
     assert [collected("--share", f"{share}/2") for share in (1, 2)] == [chosen[::2], chosen[1::2]]
+
+
+# ---- without a compiler, and with what is no architecture --------------------------------------------------------------------
+
+
+def commands(folder: Path, *names: str) -> str:
+    """A PATH with these alone."""
+    folder.mkdir()
+    for name in names:
+        (folder / name).symlink_to(str(shutil.which(name)))
+    return str(folder)
+
+
+def test_the_line_about_cuda_starts_nothing(tmp_path):
+    tree = tmp_path / "tree"
+    (tree / "build").mkdir(parents=True)
+    shutil.copy2(ROOT / "build/cuda_status.sh", tree / "build")
+    path = commands(tmp_path / "bin", "bash", "dirname", "ls")
+    called = tmp_path / "called"
+    (tmp_path / "bin" / "make").write_text(f"#!/bin/bash\necho $* >>{called}\n")
+    (tmp_path / "bin" / "make").chmod(0o755)
+
+    def line() -> str:
+        done = subprocess.run([tree / "build/cuda_status.sh"], env={"PATH": path}, capture_output=True, text=True)
+        assert done.returncode == 0 and not done.stderr and not called.exists()
+        return done.stdout
+
+    assert line().startswith("CUDA: no CUDA compiler (nvcc) found") and line().endswith('"make cuda" fetches one.\n')
+    nvcc = tree / ".venv/lib/python3.11/site-packages/nvidia/cu13/bin/nvcc"  # of PyPI
+    nvcc.parent.mkdir(parents=True)
+    nvcc.touch()
+    assert line().startswith("CUDA: nvcc")
+
+
+@pytest.mark.parametrize("archs", ["foo", "90x", "9.0", "sm_90a", "all 90a", "90a,120f", "75", "80/../x"])
+def test_what_is_no_architecture_is_told_with_those_that_are(archs):
+    done = subprocess.run(
+        [ROOT / "build/make.sh", "cuda"], env={**os.environ, "ARCHS": archs}, capture_output=True, text=True
+    )
+    assert done.returncode == 64 and done.stderr.count("\n") == 1
+    assert "is no architecture" in done.stderr and "90a" in done.stderr and f'ARCHS="{archs}"' in done.stderr
+
+
+def test_an_architecture_named_twice_is_compiled_once(run):
+    (kernel,) = compiled(run("build/make.sh", "cuda", ARCHS="90a 120f 90a"), "nvcc", "native/cuda/op.cu")
+    assert kernel.count("code=sm_90a ") == 1 and kernel.index("compute_90a") < kernel.index("compute_120f")

@@ -25,8 +25,8 @@ void store(int32_t& word, int32_t value) { std::atomic_ref(word).store(value, st
 
 int make_file(const std::string& path) {
     const auto refused = [&](int error) {
-        fail(KD_E_IO, "%s cannot be made for the record of steps (%s): give a path in a folder this user may write",
-             path.c_str(), strerror(error));
+        fail(KD_E_IO, "%s cannot be made for the record of steps (%s): %s", path.c_str(), strerror(error),
+             error == ENOSPC || error == EDQUOT ? "make room there" : "give a path in a folder this user may write");
     };
     // Not one that is there: it may be a link to somewhere else.
     if (unlink(path.c_str()) != 0 && errno != ENOENT) refused(errno);

@@ -411,7 +411,8 @@ class Daemon:
             told = verbs.wire_error(error)
             if self.stopping:
                 return
-            self.fail(told.message, _EXIT.get(told.name, EX_SOFTWARE))
+            opening = self.engine is None  # what it cannot write then is no model's
+            self.fail(told.message, EX_OS if opening and told.name == "IO" else _EXIT.get(told.name, EX_SOFTWARE))
 
     def arm_hard_exit(self, after_s: float) -> None:
         """Whatever hangs: the process is gone that many seconds from now, plus the grace. The earliest time wins."""
