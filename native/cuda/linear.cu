@@ -21,8 +21,9 @@ struct Choice {
         few = sixteens <= 64 && k > 2048;  // half of them idle unless blocks share results
         short_rows = k <= 4 * kPanel;      // not even a panel for every part
     }
-    // Launched early, the blocks of a grid of about one a multiprocessor crowd those that the kernel before leaves free.
-    bool early() const { return rows <= 16 || k <= 1536; }
+    // Launched early, the blocks of a grid of about one a multiprocessor may crowd those that the kernel before leaves free: from
+    // some rows on only narrow ones gain.
+    bool early() const { return rows <= 16 || k <= 1536 || (rows <= 256 && narrow); }
 };
 
 // Products of warpgroups, on sm_90. False where others are no slower: up to 8 rows, and up to 32 of w that is narrow or short.
