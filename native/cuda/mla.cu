@@ -18,20 +18,24 @@ constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kTile = 16;          // rows of one matrix product
 constexpr int kPad = 8;            // elements after a row in shared memory: rows then start in different banks
-constexpr int kQueryRows = 64;     // rows of a block of mla_query
-constexpr int kQueryColumns = 64;  // and latent columns, 16 a warp
+constexpr int kQueryColumns = 64;  // latent columns of a block of mla_query, 16 a warp
 constexpr int kMostNope = 256;     // whose tiles fit
+constexpr int kFewRows =
+    64;  // up to which a block of it has 16 rows and not 64, so that all multiprocessors have blocks
 constexpr int kValueRows = 32;     // rows of a block of mla_value
-constexpr int kValueColumns = 16;  // and columns; its warps share the latent dimension
+constexpr int kValueColumns = 16;  // and columns
+constexpr int kQuarters = 4;       // of the latent dimension: a warp has one of 16 rows
 constexpr int kMostLatent = 512;   // whose tiles fit
 
 constexpr int kQueryStride = kQueryColumns + kPad;
 constexpr int kQueryWeights = kMostNope * kQueryStride;  // elements
-constexpr int kQueryBytes = (kQueryWeights + kQueryRows * (kMostNope + kPad)) * static_cast<int>(sizeof(bf16));
+constexpr int query_bytes(int rows) {
+    return (kQueryWeights + rows * (kMostNope + kPad)) * static_cast<int>(sizeof(bf16));
+}
 
 struct ValueShared {
     bf16 w[kValueColumns][kMostLatent + kPad], x[kValueRows][kMostLatent + kPad];
-    float part[kWarps][kValueRows][kValueColumns];
+    float part[kQuarters][kValueRows][kValueColumns];
 };
 
 // Elements k .. k + 15 of 16 rows in shared memory as the first operand.
@@ -57,11 +61,12 @@ __device__ void turn_query(RowsPtr q_lat, RowsPtr q, const RopePtr& rope, const 
     }
 }
 
-// Block x: a head and 64 of its latent columns, and of every few rows the rope part; block y: 64 rows.
+// Block x: a head and 64 of its latent columns, and of every few rows the rope part; block y: kRows rows.
+template <int kRows>
 __global__ __launch_bounds__(kThreads) void query_tiles(RowsPtr q_lat, RowsPtr q, const bf16* k_up, RopePtr rope,
                                                         ViewPtr v, int nope, int kv_lora, int rope_dim) {
     extern __shared__ __align__(16) bf16 tile[];  // [nope][kQueryStride]
-    bf16* const rows = tile + kQueryWeights;      // [kQueryRows][nope + kPad]
+    bf16* const rows = tile + kQueryWeights;      // [kRows][nope + kPad]
     const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
     const int tiles = kv_lora / kQueryColumns, head = static_cast<int>(blockIdx.x) / tiles;
     const int column = static_cast<int>(blockIdx.x) % tiles * kQueryColumns;
@@ -72,12 +77,12 @@ __global__ __launch_bounds__(kThreads) void query_tiles(RowsPtr q_lat, RowsPtr q
         cp_async_16(tile + k * kQueryStride + piece, w + static_cast<size_t>(k) * static_cast<size_t>(kv_lora) + piece);
     }
     // A thread's first pair to turn: position, then angle, come while the product is made. A row that is not there has memory.
-    const int begin = static_cast<int>(blockIdx.y) * kQueryRows, first_turned = begin + column / kQueryColumns;
+    const int begin = static_cast<int>(blockIdx.y) * kRows, first_turned = begin + column / kQueryColumns;
     const int row = first_turned + thread / rope.pairs * tiles, pair = thread % rope.pairs;
     wait_for_kernel_before();
     let_next_kernel_start();  // and not before it has waited: attention looks at the cache before it waits itself
     const int position = row < v.n_rows.most ? static_cast<int>(ask4(v.position + row)) : 0;
-    const int end = min(v.n_rows(), begin + kQueryRows);
+    const int end = min(v.n_rows(), begin + kRows);
     const int stride = nope + kPad, pieces = nope / 8, used = (max(end - begin, 0) + kTile - 1) / kTile;
     for (int c = thread; c < used * kTile * pieces; c += kThreads) {
         const int r = c / pieces, piece = c % pieces * 8;
@@ -95,7 +100,7 @@ __global__ __launch_bounds__(kThreads) void query_tiles(RowsPtr q_lat, RowsPtr q
     cp_async_wait<0>();
     __syncthreads();
 
-    constexpr int kTiles = kQueryRows / kTile;
+    constexpr int kTiles = kRows / kTile;
     const bf16* mine = tile + (lane % 16) * kQueryStride + warp * 16 + lane / 16 * 8;
     float d[kTiles][2][4] = {};
 #pragma unroll 4
@@ -118,16 +123,18 @@ __global__ __launch_bounds__(kThreads) void query_tiles(RowsPtr q_lat, RowsPtr q
         to[1] = __float2bfloat16_rn(turned.y);
         turn_query(q_lat, q, rope, v, head, nope, kv_lora, rope_dim, first_turned, end, tiles, thread + kThreads);
     }
-    q_lat.p += head * (kv_lora + rope_dim) + column + warp * 16 + lane % 4 * 2;
+    // Neighbours exchange a word each, so that a row's four lanes write 32 bytes at once.
+    const bool odd = lane % 2;
+    q_lat.p += head * (kv_lora + rope_dim) + column + warp * 16 + (odd ? 8 : 0) + lane % 4 / 2 * 4;
 #pragma unroll
     for (int m = 0; m < kTiles; m++) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
+            const uint32_t word[2] = {pack_bf16(d[m][0][2 * h], d[m][0][2 * h + 1]),
+                                      pack_bf16(d[m][1][2 * h], d[m][1][2 * h + 1])};
+            const uint32_t other = __shfl_xor_sync(0xffffffffu, odd ? word[0] : word[1], 1);
             const int r = begin + m * kTile + h * 8 + lane / 4;
-            if (r >= end) continue;
-#pragma unroll
-            for (int j = 0; j < 2; j++)
-                *reinterpret_cast<uint32_t*>(q_lat[r] + 8 * j) = pack_bf16(d[m][j][2 * h], d[m][j][2 * h + 1]);
+            if (r < end) *reinterpret_cast<uint2*>(q_lat[r]) = odd ? uint2{other, word[1]} : uint2{word[0], other};
         }
     }
 }
@@ -158,10 +165,12 @@ __global__ __launch_bounds__(kThreads) void query_plain(RowsPtr q_lat, RowsPtr q
 
 // ---- mla_value ------------------------------------------------------------------------------------------------------
 
-// Block x: 16 columns of a head; block y: 32 rows. Each warp takes a quarter of the latent dimension, the quarters are added in
-// order.
-__global__ __launch_bounds__(kThreads) void value_tiles(RowsPtr o, RowsPtr o_lat, const bf16* v_up, Number n_rows,
-                                                        int kv_lora, int v_head) {
+constexpr int kValueThreads = kValueRows / kTile * kQuarters * kWarp;
+
+// Block x: 16 columns of a head; block y: 32 rows. A warp takes 16 rows and a quarter of the latent dimension; the quarters are
+// added in order.
+__global__ __launch_bounds__(kValueThreads) void value_tiles(RowsPtr o, RowsPtr o_lat, const bf16* v_up, Number n_rows,
+                                                             int kv_lora, int v_head) {
     extern __shared__ __align__(16) char bytes[];
     ValueShared& s = *reinterpret_cast<ValueShared*>(bytes);
     let_next_kernel_start();  // the product behind it asks for weights first
@@ -169,12 +178,12 @@ __global__ __launch_bounds__(kThreads) void value_tiles(RowsPtr o, RowsPtr o_lat
     const int first = static_cast<int>(blockIdx.x) * kValueColumns, head = first / v_head;  // rows of v_up
     const int pieces = kv_lora / 8;
     const bf16* w = v_up + static_cast<size_t>(first) * static_cast<size_t>(kv_lora);
-    for (int c = thread; c < kValueColumns * pieces; c += kThreads)
+    for (int c = thread; c < kValueColumns * pieces; c += kValueThreads)
         cp_async_16(&s.w[c / pieces][c % pieces * 8], w + static_cast<size_t>(c) * 8);
     wait_for_kernel_before();
     const int begin = static_cast<int>(blockIdx.y) * kValueRows, end = min(n_rows(), begin + kValueRows);
     const int used = (max(end - begin, 0) + kTile - 1) / kTile;
-    for (int c = thread; c < used * kTile * pieces; c += kThreads) {
+    for (int c = thread; c < used * kTile * pieces; c += kValueThreads) {
         const int r = c / pieces, piece = c % pieces * 8;
         const bool there = begin + r < end;
         cp_async_16(&s.x[r][piece], o_lat[there ? begin + r : begin] + head * kv_lora + piece, there);
@@ -183,41 +192,34 @@ __global__ __launch_bounds__(kThreads) void value_tiles(RowsPtr o, RowsPtr o_lat
     cp_async_wait<0>();
     __syncthreads();
 
-    constexpr int kTiles = kValueRows / kTile;
-    const int steps = kv_lora / 16, each = (steps + kWarps - 1) / kWarps;
-    const int k_begin = min(warp * each, steps) * 16, k_end = min((warp + 1) * each, steps) * 16;
-    const bf16* mine = &s.w[lane % 8 + lane / 16 * 8][lane / 8 % 2 * 8];
-    float d[kTiles][2][4] = {};
+    const int quarter = warp % kQuarters, row0 = warp / kQuarters * kTile;
+    if (begin + row0 < end) {
+        const int steps = kv_lora / 16, each = (steps + kQuarters - 1) / kQuarters;
+        const int k_begin = min(quarter * each, steps) * 16, k_end = min((quarter + 1) * each, steps) * 16;
+        const bf16* mine = &s.w[lane % 8 + lane / 16 * 8][lane / 8 % 2 * 8];
+        float d[2][4] = {};
 #pragma unroll 4
-    for (int k = k_begin; k < k_end; k += 16) {
-        uint32_t b[4];
-        ldmatrix_x4(b, mine + k);
-#pragma unroll
-        for (int m = 0; m < kTiles; m++) {
-            if (m >= used) break;
-            uint32_t a[4];
-            first_operand(a, s.x[m * kTile], kMostLatent + kPad, k);
-            mma_bf16(d[m][0], a, {b[0], b[1]});
-            mma_bf16(d[m][1], a, {b[2], b[3]});
+        for (int k = k_begin; k < k_end; k += 16) {
+            uint32_t a[4], b[4];
+            ldmatrix_x4(b, mine + k);
+            first_operand(a, s.x[row0], kMostLatent + kPad, k);
+            mma_bf16(d[0], a, {b[0], b[1]});
+            mma_bf16(d[1], a, {b[2], b[3]});
         }
-    }
-#pragma unroll
-    for (int m = 0; m < kTiles; m++) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float* to = &s.part[warp][m * kTile + h * 8 + lane / 4][lane % 4 * 2];
+            float* to = &s.part[quarter][row0 + h * 8 + lane / 4][lane % 4 * 2];
 #pragma unroll
-            for (int j = 0; j < 2; j++) *reinterpret_cast<float2*>(to + 8 * j) = {d[m][j][2 * h], d[m][j][2 * h + 1]};
+            for (int j = 0; j < 2; j++) *reinterpret_cast<float2*>(to + 8 * j) = {d[j][2 * h], d[j][2 * h + 1]};
         }
     }
     __syncthreads();
-    constexpr int kEach = kValueColumns * kValueRows / kThreads;
-    static_assert(kEach == 4);
+    constexpr int kEach = 4;  // results of a thread, as many as there are
     const int row = thread / (kValueColumns / kEach), column = thread % (kValueColumns / kEach) * kEach;
-    if (begin + row >= end) return;
+    if (begin + row >= end || row >= kValueRows) return;
     float4 sum = *reinterpret_cast<const float4*>(&s.part[0][row][column]);
 #pragma unroll
-    for (int i = 1; i < kWarps; i++) {
+    for (int i = 1; i < kQuarters; i++) {
         const float4 more = *reinterpret_cast<const float4*>(&s.part[i][row][column]);
         sum.x += more.x;
         sum.y += more.y;
@@ -249,13 +251,20 @@ unsigned grid_of(int n) { return static_cast<unsigned>(n); }
 }  // namespace
 
 void mla_query(Rows q_lat, Rows q, Mat k_up, const Rope& rope, const View& v, const Shape& s) {
-    const bool tiled = s.nope % 16 == 0 && s.nope <= kMostNope && s.kv_lora % kQueryColumns == 0 && s.rope % 2 == 0 &&
+    const bool tiled = s.nope % 16 == 0 && s.nope <= kMostNope && s.kv_lora % kQueryColumns == 0 && s.rope % 4 == 0 &&
                        aligned16(q) && aligned16(q_lat) && aligned16(k_up.w);
     if (tiled) {
-        const dim3 grid(grid_of(s.heads_rank * (s.kv_lora / kQueryColumns)),
-                        grid_of(ceil_div(v.n_rows.most, kQueryRows)));
-        launch_as<query_tiles, kQueryBytes>({.early = true}, grid, kThreads, raw(q_lat), raw(q), weights(k_up),
-                                            raw(rope), raw(v), s.nope, s.kv_lora, s.rope);
+        const auto go = [&]<int kRows>() {
+            const dim3 grid(grid_of(s.heads_rank * (s.kv_lora / kQueryColumns)),
+                            grid_of(ceil_div(v.n_rows.most, kRows)));
+            launch_as<query_tiles<kRows>, query_bytes(kRows)>({.early = true}, grid, kThreads, raw(q_lat), raw(q),
+                                                              weights(k_up), raw(rope), raw(v), s.nope, s.kv_lora,
+                                                              s.rope);
+        };
+        if (v.n_rows.most <= kFewRows)
+            go.template operator()<16>();
+        else
+            go.template operator()<64>();
     } else {
         const dim3 grid(grid_of(s.heads_rank * (ceil_div(s.kv_lora, kThreads) + 1)), grid_of(v.n_rows.most));
         launch_as<query_plain>({.early = true}, grid, kThreads, raw(q_lat), raw(q), weights(k_up), raw(rope), raw(v),
@@ -269,8 +278,9 @@ void mla_value(Rows o, Rows o_lat, Mat v_up, Count n_rows, const Shape& s) {
                        aligned16(o) && aligned16(o_lat) && aligned16(v_up.w);
     if (tiled) {
         const dim3 grid(grid_of(columns / kValueColumns), grid_of(ceil_div(n_rows.most, kValueRows)));
-        launch_as<value_tiles, static_cast<int>(sizeof(ValueShared))>(
-            {.early = true}, grid, kThreads, raw(o), raw(o_lat), weights(v_up), number(n_rows), s.kv_lora, s.v_head);
+        launch_as<value_tiles, static_cast<int>(sizeof(ValueShared))>({.early = true}, grid, kValueThreads, raw(o),
+                                                                      raw(o_lat), weights(v_up), number(n_rows),
+                                                                      s.kv_lora, s.v_head);
     } else {
         const dim3 grid(grid_of(ceil_div(columns, kWarps)), grid_of(n_rows.most));
         launch_as<value_plain>({.early = true}, grid, kThreads, raw(o), raw(o_lat), weights(v_up), number(n_rows),
