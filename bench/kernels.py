@@ -121,7 +121,8 @@ def attention_cases() -> Iterator[Case]:
     for rows in 1, 8, 64, 640:
         yield Case("mla_query", f"{rows} rows, {heads} heads", weights + 2 * rows * heads * (nope + 64 + KV_ROW), True, 60,
                    "mla_query", (rows, heads))  # fmt: skip
-        yield Case("mla_latent", f"{rows} rows", 4 * rows * (1536 + KV_ROW), False, 200, "mla_latent", (rows,))
+        yield Case("mla_latent", f"{rows} rows, {heads} heads", 2 * heads * (nope + 64) * 1536 + 4 * rows * (1536 + KV_ROW), True,
+                   60, "mla_latent", (rows, heads))  # fmt: skip
         yield Case("mla_value", f"{rows} rows, {heads} heads", weights + 2 * rows * heads * (512 + nope), True, 60, "mla_value",
                    (rows, heads))  # fmt: skip
 

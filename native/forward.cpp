@@ -12,13 +12,13 @@ void attention(Rank& r, const Layer& w, Rows kv, const View& v) {
     const Shape& s = m.shape;
     Activations& a = r.act;
     const Count n = v.n_rows;
-    ops::linear(a.qkv_a, a.h, w.qkv_a, n);                                       // [q_lora | kv_lora | rope]
-    ops::mla_latent(a.q_a, kv, a.qkv_a, w.q_a_norm, w.kv_a_norm, m.rope, v, s);  // q_lora; cache: [latent | rope key]
-    ops::linear(a.q, a.q_a, w.q_b, n);                                           // heads x [nope | rope]
-    ops::mla_query(a.q_lat, a.q, w.k_up, m.rope, v, s);                          // heads x [kv_lora | rope]
-    ops::mla_attention(a.o_lat, a.q_lat, kv, v, s);                              // heads x kv_lora
-    ops::mla_value(a.o, a.o_lat, w.v_up, n, s);                                  // heads x v_head
-    ops::linear(a.y, a.o, w.o, n);                                               // hidden, partial
+    ops::linear(a.qkv_a, a.h, w.qkv_a, n);  // [q_lora | kv_lora | rope]
+    // heads x [nope | rope]; cache: [latent | rope key]
+    ops::mla_latent(a.q, kv, a.qkv_a, w.q_a_norm, w.q_b, w.kv_a_norm, m.rope, v, s);
+    ops::mla_query(a.q_lat, a.q, w.k_up, m.rope, v, s);  // heads x [kv_lora | rope]
+    ops::mla_attention(a.o_lat, a.q_lat, kv, v, s);      // heads x kv_lora
+    ops::mla_value(a.o, a.o_lat, w.v_up, n, s);          // heads x v_head
+    ops::linear(a.y, a.o, w.o, n);                       // hidden, partial
 }
 
 void mlp(Rank& r, Mat gate_up, Mat down, Count n) {

@@ -59,10 +59,10 @@ void swiglu(Rows y, Rows x, Count n_rows, int width);
 // 2 i, 2 i + 1) by the row's position; the nope part goes through k_up: q_lat[c] = sum_n q[n] k_up[head * nope + n][c].
 void mla_query(Rows q_lat, Rows q, Mat k_up, const Rope& rope, const View& v, const Shape& s);
 
-// What follows the product with qkv_a, qkv_a[r] = [q_a q_lora | latent kv_lora | rope key]: q_a[r] = rms_norm(q_a) *
-// q_norm, and KV row slot[r] of the row's stream = [rms_norm(latent) * kv_norm | rotated rope key].
-// kv is the layer's pool [pages * KD_PAGE_TOKENS][kv_row()].
-void mla_latent(Rows q_a, Rows kv, Rows qkv_a, Vec q_norm, Vec kv_norm, const Rope& rope, const View& v,
+// What follows the product with qkv_a, qkv_a[r] = [q_a q_lora | latent kv_lora | rope key]: q[r] = linear(rms_norm(q_a) *
+// q_norm, rounded to Act, q_b), and KV row slot[r] of the row's stream = [rms_norm(latent) * kv_norm | rotated rope key].
+// kv is the layer's pool [pages * KD_PAGE_TOKENS][kv_row()]. What is in q_a afterwards is of no use.
+void mla_latent(Rows q, Rows kv, Rows qkv_a, Vec q_norm, Mat q_b, Vec kv_norm, const Rope& rope, const View& v,
                 const Shape& s);
 
 // o_lat[r][head] = sum over the row's keys of softmax(score) * latent; score = (q_lat . kv row) * score_scale.

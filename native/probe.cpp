@@ -197,14 +197,15 @@ int32_t kd_probe_mla_query(const kd_probe_device* d, float* q_lat, const float* 
     });
 }
 
-int32_t kd_probe_mla_latent(const kd_probe_device* d, float* q_a, float* kv, const float* qkv_a, const float* q_norm,
-                            const float* kv_norm, const kd_probe_rope* rope, const kd_probe_view* v, int32_t pool_rows,
-                            const kd_probe_shape* p) {
+int32_t kd_probe_mla_latent(const kd_probe_device* d, float* q, float* kv, float* qkv_a, const float* q_norm,
+                            const uint16_t* q_b, const float* kv_norm, const kd_probe_rope* rope,
+                            const kd_probe_view* v, int32_t pool_rows, const kd_probe_shape* p) {
     return run("mla_latent", d, [&](Rig& rig) {
         const Shape s = shape(p);
-        ops::mla_latent(rig.out(q_a, v->n_rows, s.q_lora), rig.inout(kv, pool_rows, s.kv_row()),
-                        rig.in(qkv_a, v->n_rows, s.q_lora + s.kv_row()), rig.in_const(q_norm, s.q_lora),
-                        rig.in_const(kv_norm, s.kv_lora), rig.rope(rope), rig.view(v), s);
+        const int wide = s.heads_rank * (s.nope + s.rope);
+        ops::mla_latent(rig.out(q, v->n_rows, wide), rig.inout(kv, pool_rows, s.kv_row()),
+                        rig.inout(qkv_a, v->n_rows, s.q_lora + s.kv_row()), rig.in_const(q_norm, s.q_lora),
+                        rig.mat(q_b, wide, s.q_lora), rig.in_const(kv_norm, s.kv_lora), rig.rope(rope), rig.view(v), s);
     });
 }
 

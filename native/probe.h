@@ -95,9 +95,9 @@ int32_t kd_probe_logits(const kd_probe_device*, float* y, const float* x, const 
 int32_t kd_probe_swiglu(const kd_probe_device*, float* y, const float* x, int32_t n_rows, int32_t width);
 int32_t kd_probe_mla_query(const kd_probe_device*, float* q_lat, const float* q, const uint16_t* k_up,
                            const kd_probe_rope*, const kd_probe_view*, const kd_probe_shape*);
-int32_t kd_probe_mla_latent(const kd_probe_device*, float* q_a, float* kv, const float* qkv_a, const float* q_norm,
-                            const float* kv_norm, const kd_probe_rope*, const kd_probe_view*, int32_t pool_rows,
-                            const kd_probe_shape*);
+int32_t kd_probe_mla_latent(const kd_probe_device*, float* q, float* kv, float* qkv_a, const float* q_norm,
+                            const uint16_t* q_b, const float* kv_norm, const kd_probe_rope*, const kd_probe_view*,
+                            int32_t pool_rows, const kd_probe_shape*);
 int32_t kd_probe_mla_attention(const kd_probe_device*, float* o_lat, const float* q_lat, const float* kv,
                                const kd_probe_view*, int32_t pool_rows, const kd_probe_shape*);
 int32_t kd_probe_mla_value(const kd_probe_device*, float* o, const float* o_lat, const uint16_t* v_up, int32_t n_rows,

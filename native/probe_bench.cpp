@@ -178,16 +178,20 @@ int32_t kd_bench_mla_query(const kd_bench* b, double* us, int32_t rows, int32_t 
     });
 }
 
-int32_t kd_bench_mla_latent(const kd_bench* b, double* us, int32_t rows) {
+int32_t kd_bench_mla_latent(const kd_bench* b, double* us, int32_t rows, int32_t heads) {
     return measure("mla_latent", b, us, [&](Room& room) -> Body {
-        Shape s = latent_shape(1);
+        Shape s = latent_shape(heads);
         s.max_positions = kSmallContext + rows;
         const Forest forest = small_forest(room, rows);
         const Rope rope = room.rope(s.max_positions, kRope / 2);
         const Rows kv = room.rows(static_cast<size_t>(forest.pages) * KD_PAGE_TOKENS, s.kv_row());
-        const Rows x = room.rows(rows, s.q_lora + s.kv_row()), y = room.rows(rows, s.q_lora);
+        const Rows x = room.rows(rows, s.q_lora + s.kv_row()), y = room.rows(rows, heads * (kNope + kRope));
         const Dev<float> q_norm = room.floats(s.q_lora), kv_norm = room.floats(kKvLora);
-        return [=, v = forest.view](int) { ops::mla_latent(y, kv, x, q_norm, kv_norm, rope, v, s); };
+        std::vector<Mat> w(room.copies(static_cast<size_t>(heads) * (kNope + kRope) * s.q_lora * sizeof(uint16_t)));
+        for (Mat& m : w) m = room.mat(heads * (kNope + kRope), s.q_lora);
+        return [=, v = forest.view](int turn) {
+            ops::mla_latent(y, kv, x, q_norm, w[turn % w.size()], kv_norm, rope, v, s);
+        };
     });
 }
 

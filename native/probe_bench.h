@@ -52,7 +52,7 @@ int32_t kd_bench_moe(const kd_bench*, double* us, const int32_t* expert, int32_t
 int32_t kd_bench_attention(const kd_bench*, double* us, int32_t streams, int32_t rows, int32_t context, int32_t heads);
 /* The small operations around it: q_lora 1536, nope 128, v_head 128; at most 64 rows, or a multiple of it. */
 int32_t kd_bench_mla_query(const kd_bench*, double* us, int32_t rows, int32_t heads);
-int32_t kd_bench_mla_latent(const kd_bench*, double* us, int32_t rows);
+int32_t kd_bench_mla_latent(const kd_bench*, double* us, int32_t rows, int32_t heads);
 int32_t kd_bench_mla_value(const kd_bench*, double* us, int32_t rows, int32_t heads);
 
 /* The drafter: heads of `dim`; blocks of `block` rows of each stream whose context is `context` tokens long; window: 0 for none. */

@@ -39,7 +39,6 @@ Rank::Rank(const Model& m, int index, const Limits& l) : model(&m), index(index)
         act.h = rows(n, s.hidden);
         act.y = rows(n, s.hidden);
         act.qkv_a = rows(n, s.q_lora + s.kv_row());
-        act.q_a = rows(n, s.q_lora);
         act.q = rows(n, s.heads_rank * (s.nope + s.rope));
         act.q_lat = rows(n, s.heads_rank * s.kv_row());
         act.o_lat = rows(n, s.heads_rank * s.kv_lora);

@@ -22,7 +22,6 @@ struct Activations {
     Dev<float> x;  // residual stream [rows][hidden]
     Rows h, y;     // normed input and output of a block [rows][hidden]
     Rows qkv_a;    // [q_lora + kv_lora + rope]
-    Rows q_a;      // [q_lora]
     Rows q;        // [heads][nope + rope]
     Rows q_lat;    // [heads][kv_lora + rope]
     Rows o_lat;    // [heads][kv_lora]

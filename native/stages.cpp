@@ -176,10 +176,11 @@ void mla_query(Rows q_lat, Rows q, Mat k_up, const Rope& rope, const View& v, co
     stage("mla_query", address(k_up.w), {.weights = bytes_of(k_up), .row_ops = ops_of(k_up)},
           [&] { ops::mla_query(q_lat, q, k_up, rope, v, s); });
 }
-void mla_latent(Rows q_a, Rows kv, Rows qkv_a, Vec q_norm, Vec kv_norm, const Rope& rope, const View& v,
+void mla_latent(Rows q, Rows kv, Rows qkv_a, Vec q_norm, Mat q_b, Vec kv_norm, const Rope& rope, const View& v,
                 const Shape& s) {
-    stage("mla_latent", address(q_norm), {.weights = 4.0 * (s.q_lora + s.kv_lora)},
-          [&] { ops::mla_latent(q_a, kv, qkv_a, q_norm, kv_norm, rope, v, s); });
+    stage("mla_latent", address(q_b.w),
+          {.weights = bytes_of(q_b) + 4.0 * (s.q_lora + s.kv_lora), .row_ops = ops_of(q_b)},
+          [&] { ops::mla_latent(q, kv, qkv_a, q_norm, q_b, kv_norm, rope, v, s); });
 }
 void mla_attention(Rows o_lat, Rows q_lat, Rows kv, const View& v, const Shape& s) {
     const Cost cost{.key_bytes = double(s.kv_row()) * double(device::act_bytes()),

@@ -48,9 +48,7 @@ BOUNDS = dict(rms=3e-3, worst=3e-3, rounding=2**-8)
 # Operations that round between their parts as well, and others.
 OTHER = {
     "logits": dict(rms=5e-6, worst=5e-5),  # fp32, but matrix units cut sums short where they would be rounded
-    "mla_latent": dict(
-        rms=2**-8, worst=3e-3, rounding=2**-8
-    ),  # one row of a few elements: rounding alone may come to that
+    "mla_latent": dict(rms=6e-3, worst=1e-2, rounding=2**-8),  # what is multiplied has been rounded
     "moe": dict(rms=6e-3, worst=5e-2),
     "mla_attention": dict(rms=6e-3, worst=5e-2),
     "draft_attention": dict(rms=6e-3, worst=5e-2),

@@ -176,11 +176,11 @@ class Probes:
                   self._shape(s))  # fmt: skip
         return (q_lat,)
 
-    def mla_latent(self, device, kv, qkv_a, q_norm, kv_norm, rope, v, s):
-        q_a, kv = floats(len(qkv_a), s.q_lora), owned(kv)
-        self._run("mla_latent", device, self._f(q_a), self._f(kv), self._f(qkv_a), self._f(q_norm), self._f(kv_norm),
-                  self._rope(rope), self._view(v), len(kv), self._shape(s))  # fmt: skip
-        return q_a, kv
+    def mla_latent(self, device, kv, qkv_a, q_norm, q_b, kv_norm, rope, v, s):
+        q, kv = floats(len(qkv_a), s.heads_rank * (s.nope + s.rope)), owned(kv)
+        self._run("mla_latent", device, self._f(q), self._f(kv), self._f(owned(qkv_a)), self._f(q_norm), self._h(q_b),
+                  self._f(kv_norm), self._rope(rope), self._view(v), len(kv), self._shape(s))  # fmt: skip
+        return q, kv
 
     def mla_attention(self, device, q_lat, kv, v, s):
         o_lat = floats(len(q_lat), s.heads_rank * s.kv_lora)

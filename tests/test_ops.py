@@ -155,7 +155,9 @@ def test_add_norm_adds_in_rank_order(tp, probes, isa):
     assert got.tobytes() in ((x + total).tobytes(), functools.reduce(np.add, y, x).tobytes())
 
 
-@pytest.mark.parametrize("n, k", [(3300, 320), (70, 2112), (70, 2368), (1060, 640), (1700, 640), (300, 136)])
+@pytest.mark.parametrize(
+    "n, k", [(3300, 320), (70, 2112), (70, 2368), (1060, 640), (1060, 2112), (1700, 640), (300, 136)]
+)
 def test_products_of_few_and_of_many_rows_have_the_same_bits(n, k, probes):
     """How a product is dealt out depends on how many rows there are, and on the GPU by which instructions; its bits do not."""
     rng = np.random.default_rng(n)
@@ -163,6 +165,21 @@ def test_products_of_few_and_of_many_rows_have_the_same_bits(n, k, probes):
     few = np.concatenate([probes.logits(Device(), x=x[i : i + 8], w=w)[0] for i in range(0, 200, 8)])
     for rows in 12, 16, 27, 32, 50, 64, 100, 128, 130, 200:
         assert_same_bits(probes.logits(Device(), x=x[:rows], w=w), (few[:rows],), f"{rows} rows")
+
+
+@pytest.mark.parametrize("shape", [1, 3])
+def test_latent_products_have_the_bits_of_norm_and_product(shape, isa, probes):
+    """Whether the norm is a launch of its own, or each block of the product makes it, depends on how many rows there are."""
+    rng, s = np.random.default_rng(shape), ref.mla.SHAPES[shape]
+    case = next(
+        case for case in ref.mla.mla_latent_cases(rng) if case["s"].q_lora == s.q_lora and len(case["qkv_a"]) > 16
+    )
+    case = backend.acted("mla_latent", case)
+    (normed,) = probes.rms_norm(Device(isa), x=case["qkv_a"][:, : s.q_lora], w=case["q_norm"], eps=s.rms_eps_lora)
+    want = probes.linear(Device(isa), x=normed, w=case["q_b"])
+    for rows in 1, 2, 7, 8, 9, 16, 17, len(normed):
+        some = take("mla_latent", case, np.arange(rows), SCATTERED["mla_latent"])
+        assert_same_bits(probes.mla_latent(Device(isa), **some)[:1], (want[0][:rows],), f"{rows} rows")
 
 
 @pytest.mark.parametrize("name", sorted(ref.OPS))

@@ -177,7 +177,7 @@ def test_recorded_routing_is_nanos(bench, nano, tmp_path):
 
 # ---- stages ----------------------------------------------------------------------------------------------------------------
 
-ATTENTION = ["linear qkv_a", "mla_latent q_a_norm", "linear q_b", "mla_query k_up", "mla_attention",
+ATTENTION = ["linear qkv_a", "mla_latent q_b", "mla_query k_up", "mla_attention",
              "mla_value v_up", "linear o", "add_norm post_norm"]  # fmt: skip
 DENSE_MLP = ["linear gate_up", "swiglu gate_up", "linear down"]
 MOE_MLP = ["route router", "linear shared_gate_up", "swiglu shared_gate_up", "linear shared_down", "moe experts"]
@@ -264,7 +264,7 @@ def test_needs_against_counts_by_hand(rank):
     one = {name: found[0] for name, found in needs.items()}
     h, rows, keys = 256, 16, 2 * 200
     assert one["linear qkv_a"] == (2 * (96 + 80) * h, rows * 2 * (96 + 80) * h)
-    assert one["linear q_b"] == (2 * 8 * 48 * 96, rows * 2 * 8 * 48 * 96)
+    assert one["mla_latent q_b"] == (2 * 8 * 48 * 96 + 4 * (96 + 64), rows * 2 * 8 * 48 * 96)
     assert one["mla_query k_up"] == one["mla_value v_up"] == (2 * 8 * 32 * 64, rows * 2 * 8 * 32 * 64)
     assert one["linear o"] == (2 * h * 8 * 32, rows * 2 * h * 8 * 32)
     assert one["mla_attention"] == (keys * 80 * ACT_BYTES, rows * 200 * 2 * 8 * (80 + 64))

@@ -19,7 +19,7 @@ import rounds as bench  # noqa: E402
 import kd  # noqa: E402
 
 TP = 2 if backend.DEVICE == "cpu" or backend.gpus() > 1 else 1
-ATTENTION = {"linear qkv_a", "mla_latent q_a_norm", "linear q_b", "mla_query k_up", "mla_attention", "mla_value v_up",
+ATTENTION = {"linear qkv_a", "mla_latent q_b", "mla_query k_up", "mla_attention", "mla_value v_up",
              "linear o", "add_norm post_norm"}  # fmt: skip
 
 

@@ -80,9 +80,10 @@ void mla_query(Rows q_lat, Rows q, Mat k_up, const Rope& rope, const View& v, co
     });
 }
 
-void mla_latent(Rows q_a, Rows kv, Rows qkv_a, Vec q_norm, Vec kv_norm, const Rope& rope, const View& v,
+void mla_latent(Rows q, Rows kv, Rows qkv_a, Vec q_norm, Mat q_b, Vec kv_norm, const Rope& rope, const View& v,
                 const Shape& s) {
-    rms_norm(q_a, qkv_a, q_norm, v.n_rows, s.q_lora, s.rms_eps_lora);
+    rms_norm(qkv_a, qkv_a, q_norm, v.n_rows, s.q_lora, s.rms_eps_lora);
+    linear(q, qkv_a, q_b, v.n_rows);
     const Rows kv_a = qkv_a.from(s.q_lora);
     cpu::parallel_for(v.n_rows, cpu::grain_for(s.kv_row()), [&](int begin, int end) {
         for (int r = begin; r < end; r++) {

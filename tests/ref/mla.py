@@ -6,6 +6,7 @@ import numpy as np
 
 from .base import Op, Shape, f64, rand, rand_mat, rand_norm, rand_rope
 from .kv import HARD_STREAMS, append, pool_row, random_view, visible
+from .linear import linear
 from .rows import rms_norm
 
 
@@ -24,11 +25,13 @@ def mla_query(q, k_up, rope, v, s):
     return np.concatenate((latent, rotate_pairs(q[..., s.nope :], rope, v["position"])), axis=-1).reshape(len(q), -1)
 
 
-def mla_latent(kv, qkv_a, q_norm, kv_norm, rope, v, s):
-    """kv [pool rows][kv_row], qkv_a [n][q_lora + kv_lora + rope] -> (q_a [n][q_lora] normed, kv with the rows written)"""
+def mla_latent(kv, qkv_a, q_norm, q_b, kv_norm, rope, v, s):
+    """kv [pool rows][kv_row], qkv_a [n][q_lora + kv_lora + rope], q_b [heads_rank * (nope + rope)][q_lora]
+    -> (q [n][heads_rank * (nope + rope)], kv with the rows written)"""
     q_a, latent, key = np.split(f64(qkv_a), [s.q_lora, s.q_lora + s.kv_lora], axis=1)
     latent, key = rms_norm(latent, kv_norm, s.rms_eps_lora), rotate_pairs(key, rope, v["position"])
-    return rms_norm(q_a, q_norm, s.rms_eps_lora), append(f64(kv), v, np.concatenate((latent, key), axis=1))
+    q = linear(rms_norm(q_a, q_norm, s.rms_eps_lora), q_b)
+    return q, append(f64(kv), v, np.concatenate((latent, key), axis=1))
 
 
 def attend(score, value, seen):
@@ -146,6 +149,7 @@ def mla_latent_cases(rng):
             "kv": rand(rng, rows, s.kv_row),
             "qkv_a": rand(rng, len(v["token"]), s.q_lora + s.kv_row),
             "q_norm": rand_norm(rng, s.q_lora),
+            "q_b": rand_mat(rng, s.heads_rank * (s.nope + s.rope), s.q_lora),
             "kv_norm": rand_norm(rng, s.kv_lora),
             "rope": rand_rope(rng, 300, s.rope // 2),
             "v": v,
@@ -190,7 +194,7 @@ def mla_value_cases(rng):
 
 OPS = {
     "mla_query": Op(mla_query, mla_query_cases, {"rms": 1e-6, "worst": 1e-5}, ("q_lat",)),
-    "mla_latent": Op(mla_latent, mla_latent_cases, {"rms": 3e-7, "worst": 3e-6}, ("q_a", "kv")),
+    "mla_latent": Op(mla_latent, mla_latent_cases, {"rms": 3e-7, "worst": 3e-6}, ("q", "kv")),
     "mla_attention": Op(mla_attention, mla_attention_cases, {"rms": 3e-6, "worst": 6e-5}, ("o_lat",)),
     "mla_value": Op(mla_value, mla_value_cases, {"rms": 1e-6, "worst": 1e-5}, ("o",)),
 }

@@ -259,8 +259,7 @@ def new_kv(m, pool_rows):
 
 def attention(layer, h, pool, rope, view, s, form):
     """h [n][hidden] -> (o [n][heads * v_head], pool)"""
-    q_a, pool = mla.mla_latent(pool, linear(h, layer.qkv_a), layer.q_a_norm, layer.kv_a_norm, rope, view, s)
-    q = linear(q_a, layer.q_b)
+    q, pool = mla.mla_latent(pool, linear(h, layer.qkv_a), layer.q_a_norm, layer.q_b, layer.kv_a_norm, rope, view, s)
     if form == "expanded":
         return mla.expanded_attention(q, pool, layer.k_up, layer.v_up, rope, view, s), pool
     o_lat = mla.mla_attention(mla.mla_query(q, layer.k_up, rope, view, s), pool, view, s)
