@@ -101,6 +101,17 @@ __device__ __forceinline__ uint64_t look(const uint64_t* p) {
 __device__ __forceinline__ void look(uint64_t (&v)[2], const uint64_t* p) {
     asm volatile("ld.relaxed.gpu.global.v2.u64 {%0,%1}, [%2];\n" : "=l"(v[0]), "=l"(v[1]) : "l"(p) : "memory");
 }
+// Four words without a tag, each there as soon as it is not what was there before. No more is said of the four together.
+__device__ __forceinline__ void tell(uint4* to, uint4 v) {
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+__device__ __forceinline__ void look(uint4& v, const uint4* p) {
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];\n"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p)
+                 : "memory");
+}
 __device__ __forceinline__ uint32_t tag_of(uint64_t v) { return static_cast<uint32_t>(v >> 32); }
 
 // Counts a thread in and gives how many were before: it sees all that they did before they were counted.

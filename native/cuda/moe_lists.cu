@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(kWarps* kWarp)
     clear(room);
     wait_for_kernel_before();
     let_next_kernel_start();
-    sort_pairs<kChunkPairs>(to, room, expert, n_rows() * slots, experts);
+    sort_pairs<kChunkPairs>(to, to.chunk_of, room, expert, n_rows() * slots, experts);
 }
 
 }  // namespace

@@ -42,8 +42,9 @@ __device__ __forceinline__ void clear(SortRoom<kWarps, kExperts>& room) {
 }
 
 // At most as many pairs as a warp has lanes, by a warp alone: the same lists.
-template <int kChunkPairs>
-__device__ __forceinline__ void sort_few_pairs(const Lists& to, const int32_t* expert, int pairs, int experts) {
+template <int kChunkPairs, class Index>
+__device__ __forceinline__ void sort_few_pairs(const Lists& to, Index* chunk_of, const int32_t* expert, int pairs,
+                                               int experts) {
     constexpr unsigned kAll = 0xffffffffu;
     const int lane = threadIdx.x % kWarp;
     int e = lane < pairs ? expert[lane] : experts;
@@ -61,7 +62,7 @@ __device__ __forceinline__ void sort_few_pairs(const Lists& to, const int32_t* e
     }
     if (lane == 0) *to.n_chunks = all;
     if (lane >= pairs) return;
-    to.chunk_of[lane] = e < experts ? chunk + rank / kChunkPairs : -1;
+    chunk_of[lane] = static_cast<Index>(e < experts ? chunk + rank / kChunkPairs : -1);
     if (e == experts) return;
     to.pair[first + rank] = lane;
     if (rank % kChunkPairs == 0) to.chunk[chunk + rank / kChunkPairs] = {e, first + rank, min(kChunkPairs, n - rank)};
@@ -71,10 +72,10 @@ __device__ __forceinline__ void sort_few_pairs(const Lists& to, const int32_t* e
 // sanitizer's racecheck takes who was not at it for lagging behind, and its synccheck wants all at the same place.) Every warp
 // counts the experts of its own stretch of pairs; sums over warps, then over experts, say where each stretch begins in each
 // expert's list; then every warp goes over its stretch again and puts the pairs there. The room has been cleared. Other threads see
-// the result after one more barrier.
-template <int kChunkPairs, int kWarps, int kExperts>
-__device__ void sort_pairs(const Lists& to, SortRoom<kWarps, kExperts>& room, const int32_t* expert, int pairs,
-                           int experts) {
+// the result after one more barrier. chunk_of is where it goes instead of to.chunk_of, in integers that a caller chooses.
+template <int kChunkPairs, class Index, int kWarps, int kExperts>
+__device__ void sort_pairs(const Lists& to, Index* chunk_of, SortRoom<kWarps, kExperts>& room, const int32_t* expert,
+                           int pairs, int experts) {
     constexpr int kThreads = kWarps * kWarp;
     constexpr unsigned kAll = 0xffffffffu;
     const int thread = threadIdx.x, warp = thread / kWarp, lane = thread % kWarp;
@@ -144,7 +145,7 @@ __device__ void sort_pairs(const Lists& to, SortRoom<kWarps, kExperts>& room, co
         __syncwarp();
         if (known && !(same & before)) own[e] = static_cast<uint16_t>(own[e] + __popc(same));
         __syncwarp();
-        if (i < end) to.chunk_of[i] = known ? room.first_chunk[e] + rank / kChunkPairs : -1;
+        if (i < end) chunk_of[i] = static_cast<Index>(known ? room.first_chunk[e] + rank / kChunkPairs : -1);
         if (known) to.pair[room.first_pair[e] + rank] = i;
     }
 }

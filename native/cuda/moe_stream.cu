@@ -17,6 +17,8 @@
 // it, read and arrive at `added`, for which all wait before they write the same place again. Only stages are written by copies, so
 // only they need fences. From block to block: a word and its tag are one store and one load, so nothing else is to be ordered.
 //
+// Results of down are words, too, but without a tag: zeros lie where none has been told, which who adds them leaves behind.
+//
 // Sums: the order of moe_stream.h, a member a chain. Slots are added in their order, from 0, then y.
 #include "moe_stream.h"
 
@@ -25,20 +27,13 @@
 #include "error.h"
 #include "launch.h"
 #include "moe_slots.h"
-#include "moe_stream_room.h"
-#include "w4_math.h"
+#include "moe_stream_down.h"
 
 namespace kd::cuda {
 
 namespace {
 
 using namespace moe_stream;
-
-// By all lanes of a warp, for it.
-__device__ __forceinline__ void arrive_together(Barrier* b, int times = 1) {
-    __syncwarp();
-    if (arrives(this_thread())) arrive(b, times);
-}
 
 // Activations of some pairs to shared memory, each when it has been told, and zeros where there is no pair. By a warp; lane i has
 // pair i.
@@ -99,10 +94,12 @@ __device__ __forceinline__ void bring(const Work& p, Room& room, const Lists& li
         const char* from_s = reinterpret_cast<const char*>(s) + brick * kBrickS;
         for (int i = 0; i < stages; i++) stage(from_q + i * kStageQ, kStageQ, from_s + i * kStageS, kStageS);
     };
+    int downs = 0;
     while (true) {
         Unit unit = plan(__shfl_sync(0xffffffffu, ticket, 0));
-        // A block that begins with down has found nothing else: it waits for others, and takes no more until they are through.
-        const bool late = unit.kind == kDown && to.n == 0;
+        // A block that begins with down has found nothing else: it waits for others, and takes no more until they are through. So does
+        // one that has its share of down, where that is less than it could take ahead: the rest is for those that come later.
+        const bool late = unit.kind == kDown && (++downs == plan.share || to.n == 0);
         const auto take = [&] {
             if (lane == 0) ticket = static_cast<int>(atomicAdd(&p.turn->ticket, 1u));
         };
@@ -159,13 +156,6 @@ __device__ __forceinline__ void bring_acts(const Work& p, Room& room) {
     } while (kind != kEnd);
 }
 
-// By all lanes of a member that has read what it needs of a stage. Each has to say itself that its reads come before the next copy to
-// the stage: the barrier orders them before other reads and writes only.
-__device__ __forceinline__ void leave_stage(Room& room, int stage, int times = 1) {
-    leave_shared_memory_to_copies();
-    arrive_together(room.empty + stage, times);
-}
-
 // The strip that has `left` - 1 behind it in the unit. Four members add what all have left of it, others each time; nobody else waits
 // for them, until the same place is wanted again.
 __device__ __forceinline__ void end_strip(const Work& p, Room& room, int left, const float (&d)[2][4]) {
@@ -216,21 +206,26 @@ __device__ __forceinline__ void take_rows(const Work& p, Room& room, int slot, P
     for (int j = 0; j < kHeld; j++) v[j] = {};
 #pragma unroll
     for (int j = kHeld; j < kGateBricks; j++) room.unheld[warp][j - kHeld][lane] = {};
+    // All rows at once: one after the other would be a wait for memory each, in which nothing is multiplied.
+    const int n = room.unit[slot].n;
+    Place<kStages> own = at;
+    own.advance(g);
 #pragma unroll 1
-    for (int i = 0; i < room.unit[slot].n; i++) {
-        wait(room.full + at.slot(), at.parity());
-        if (g == i) {
-            const char* const from = room.stage[at.slot()] + warp * kChainRun * (w4::kBrick * 2) + t * 16;
+    for (Place<kStages> row = at; row.n != at.n + n; row.advance(1)) wait(room.full + row.slot(), row.parity());
+    if (g < n) {
+        const char* const from = room.stage[own.slot()] + warp * kChainRun * (w4::kBrick * 2) + t * 16;
 #pragma unroll
-            for (int j = 0; j < kGateBricks; j++) {
-                if (j / kChainRun >= steps_of<kSteps>(p)) break;
-                const uint4 acts = load16(from + j / kChainRun * kXStep + j % kChainRun * (w4::kBrick * 2));
-                if (j < kHeld)
-                    v[j] = acts;
-                else
-                    room.unheld[warp][j - kHeld][lane] = w4::lift(acts);
-            }
+        for (int j = 0; j < kGateBricks; j++) {
+            if (j / kChainRun >= steps_of<kSteps>(p)) break;
+            const uint4 acts = load16(from + j / kChainRun * kXStep + j % kChainRun * (w4::kBrick * 2));
+            if (j < kHeld)
+                v[j] = acts;
+            else
+                room.unheld[warp][j - kHeld][lane] = w4::lift(acts);
         }
+    }
+#pragma unroll 1
+    for (int i = 0; i < n; i++) {
         leave_stage(room, at.slot());
         at.advance(1);
     }
@@ -267,98 +262,6 @@ __device__ __forceinline__ void gate(const Work& p, Room& room, int slot, Place<
         }
         end_strip(p, room, left, d);
     } while (--left > 0);
-}
-
-// One strip of down a member.
-template <bool kTagged>
-__device__ __forceinline__ void down(const Work& p, Room& room, int slot, Place<kStages>& at) {
-    const int thread = this_thread(), warp = thread / kWarp, lane = thread % kWarp, g = lane / 4, t = lane % 4;
-    float d[2][4] = {};
-    // A member sees one stage of a unit's and leaves it for the members that have nothing in it. Its stages of all units are in the same
-    // places of the ring, so it sees these every time round, and has seen the last time when it waits for the next.
-    Place<kStages> own = at;
-    own.advance(warp / kStageStrips);
-    wait(room.full + own.slot(), own.parity());
-    const char* const q = room.stage[own.slot()] + warp % kStageStrips * kDownBricks * kBrickQ + lane * 16;
-    const char* const s = room.stage[own.slot()] + kStageQ + warp % kStageStrips * kDownBricks * kBrickS + g * 8;
-    const char* const v = room.acts[slot][g] + t * 16;
-    constexpr int kAtOnce = 4;
-#pragma unroll 1
-    for (int first = 0; first < kDownBricks; first += kAtOnce) {
-        uint4 words[kAtOnce];
-        uint2 scales[kAtOnce];
-#pragma unroll
-        for (int b = 0; b < kAtOnce; b++) {
-            words[b] = load16(q + (first + b) * kBrickQ);
-            scales[b] = *reinterpret_cast<const uint2*>(s + (first + b) * kBrickS);
-        }
-#pragma unroll
-        for (int b = 0; b < kAtOnce; b++)
-            w4::multiply_brick(d, words[b], scales[b], load16(v + (first + b) * w4::kBrick * 2));
-    }
-    leave_stage(room, own.slot(), kMembers / kStageStrips);
-    at.advance(kDownStages);
-    const size_t hidden = static_cast<size_t>(p.down_strips) * w4::kStrip;
-    const int column = (room.unit[slot].strip + warp) * w4::kStrip + g;
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-        const int pair = room.unit_pair[slot][2 * t + j];
-        if (pair < 0) continue;
-        const size_t to = static_cast<size_t>(pair) * hidden + column;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int of = j + i % 2 * 2;
-            const float value = d[i / 2][of] * w4::lowered(of);
-            if constexpr (kTagged)
-                tell(static_cast<uint64_t*>(p.outs) + to + i * 8, __float_as_uint(value), room.tag);
-            else
-                static_cast<float*>(p.outs)[to + i * 8] = value;
-        }
-    }
-}
-
-// y[r] += sum over slots of weight * outs, two rows of one strip a member: half a warp a row, two columns a lane.
-__device__ __forceinline__ void add_slots(const Work& p, Room& room, int slot_of_unit) {
-    constexpr int kAtOnce = 8;
-    const int thread = this_thread(), warp = thread / kWarp, lane = thread % kWarp;
-    const int column = (room.unit[slot_of_unit].strip + warp) * w4::kStrip + lane % 16 * 2;
-    const int r = room.unit[slot_of_unit].chunk * kSumRows + lane / 16;
-    if (r >= p.n_rows()) return;
-    const size_t hidden = static_cast<size_t>(p.down_strips) * w4::kStrip;
-    bf16* const y = p.y[r] + column;
-    const float old[2] = {__bfloat162float(y[0]), __bfloat162float(y[1])};
-    float sum[2] = {};
-#pragma unroll 1
-    for (int slot = 0; slot < p.slots; slot += kAtOnce) {
-        const int pair = r * p.slots + slot;
-        const uint64_t* const from = static_cast<const uint64_t*>(p.outs) + static_cast<size_t>(pair) * hidden + column;
-        uint64_t v[kAtOnce][2] = {};  // as in gate()
-        float weight[kAtOnce] = {};
-        unsigned known = 0;
-#pragma unroll
-        for (int i = 0; i < kAtOnce; i++) {
-            if (slot + i >= p.slots || room.chunk_of[pair + i] < 0) continue;
-            known |= 1u << i;
-            weight[i] = p.weight[pair + i];
-        }
-        for (unsigned missing = known; missing;) {
-#pragma unroll
-            for (int i = 0; i < kAtOnce; i++)
-                if (missing >> i & 1) look(v[i], from + i * hidden);
-#pragma unroll
-            for (int i = 0; i < kAtOnce; i++)
-                if (tag_of(v[i][0]) == room.tag && tag_of(v[i][1]) == room.tag) missing &= ~(1u << i);
-        }
-#pragma unroll
-        for (int i = 0; i < kAtOnce; i++) {
-            if (!(known >> i & 1)) continue;
-#pragma unroll
-            for (int j = 0; j < 2; j++)
-                sum[j] = __fmaf_rn(weight[i], __uint_as_float(static_cast<uint32_t>(v[i][j])), sum[j]);
-        }
-    }
-#pragma unroll
-    for (int j = 0; j < 2; j++) y[j] = __float2bfloat16_rn(old[j] + sum[j]);
 }
 
 // kAdd: here, else by a kernel after this. kListed: pairs have been listed. kSteps: see steps_of.
@@ -398,12 +301,12 @@ __global__ void __launch_bounds__(kThreads, 1) stream_kernel(const __grid_consta
     const uint32_t epoch = warp == kMembers ? p.turn->epoch : 0;
     Lists lists = p.lists;
     if constexpr (!kListed) {
-        lists = {&room.n_chunks, room.chunk, room.pair, room.chunk_of};
+        lists = {&room.n_chunks, room.chunk, room.pair, nullptr};
         // Nobody but the warp that brings weights needs the lists before it has told of a unit, so few pairs it sorts alone.
         if (pairs <= kWarp) {
-            if (warp == kMembers) sort_few_pairs<kPairs>(lists, p.expert, pairs, p.experts);
+            if (warp == kMembers) sort_few_pairs<kPairs>(lists, room.chunk_of, p.expert, pairs, p.experts);
         } else {
-            sort_pairs<kPairs>(lists, room.sort, p.expert, pairs, p.experts);
+            sort_pairs<kPairs>(lists, room.chunk_of, room.sort, p.expert, pairs, p.experts);
             leave_shared_memory_to_copies();
             __syncthreads();
         }
@@ -473,10 +376,11 @@ void stream_experts(Rows y, Rows h, const int32_t* expert, const float* weight, 
     constexpr size_t turn_words = 2;
     static_assert(sizeof(Turn) <= turn_words * 8);
     const size_t acts = pairs * (kInter / 2), results = pairs * static_cast<size_t>(hidden);
-    uint64_t* const words = scratch<uint64_t>(Use::moe_told, turn_words + acts + (few ? results : 0));
+    uint64_t* const words = scratch<uint64_t>(Use::moe_told, turn_words + acts);
     p.turn = reinterpret_cast<Turn*>(words);
     p.acts = words + turn_words;
-    p.outs = few ? static_cast<void*>(p.acts + acts) : scratch<float>(Use::moe_out, results);
+    // Every launch leaves zeros in moe_results, whatever its size: so nothing else may be written there.
+    p.outs = scratch<float>(few ? Use::moe_results : Use::moe_out, results);
     const auto go = [&]<bool kAdd, bool kListed>() {
         const auto with = [&]<int kSteps>() {
             launch_with<stream_kernel<kAdd, kListed, kSteps>, sizeof(Room)>({.early = true}, bound().processors,

@@ -23,9 +23,9 @@ constexpr int kXStep = kStageBricks * w4::kBrick * 2;  // bytes of a row of acti
 constexpr int kInter = kDownBricks * w4::kBrick, kGateStrips = kInter / w4::kTile;
 constexpr int kStageStrips = kStageBricks / kDownBricks, kDownStages = kMembers / kStageStrips;
 constexpr int kActsRow = kInter * 2 + 16;  // bytes in shared memory: eight rows of a column hit all banks
-constexpr int kSumRows = 2;
+constexpr int kSumRows = 4;
 constexpr int kAdders = 4;  // members that add a strip: each of a tile of it, and of even or odd pairs
-constexpr int kMostExperts = 512, kMostPairs = 512;  // sorted in every block; more by a kernel before
+constexpr int kMostExperts = 512, kMostPairs = 1024;  // sorted in every block; more by a kernel before
 
 enum Kind { kGate, kDown, kSum, kEnd };
 
@@ -50,7 +50,7 @@ struct Work {
     int slots, experts, steps, down_strips;
     Lists lists;     // in global memory, if not made here
     uint64_t* acts;  // [pair][inter / 2] tagged, two bf16 each
-    void* outs;      // [pair][hidden] fp32; tagged, if added here
+    void* outs;      // [pair][hidden] fp32; if added here, as down() puts them
     Turn* turn;
 };
 
@@ -70,8 +70,9 @@ struct Room {
     float2 sum[kSums][kAdders][kMembers][kWarp];  // of a strip of gate and up: gate, up
     uint4 unheld[kMembers][kGateBricks - kHeld][kWarp];
     char acts[kUnits][kPairs][kActsRow];
-    Chunk chunk[kMostPairs];
-    int32_t pair[kMostPairs], chunk_of[kMostPairs];
+    Chunk chunk[most_chunks(kMostPairs, kMostExperts, kPairs)];
+    int32_t pair[kMostPairs];
+    int16_t chunk_of[kMostPairs];
     int32_t n_chunks;
     uint32_t tag;
     // Of each member, how many units and strips of gate and up it has had: here, as registers are full of activations.
@@ -103,28 +104,58 @@ __device__ __forceinline__ int this_thread() {
     return thread;
 }
 
+// By all lanes of a warp, for it.
+__device__ __forceinline__ void arrive_together(Barrier* b, int times = 1) {
+    __syncwarp();
+    if (arrives(this_thread())) arrive(b, times);
+}
+
+// By all lanes of a member that has read what it needs of a stage. Each has to say itself that its reads come before the next copy to
+// the stage: the barrier orders them before other reads and writes only.
+__device__ __forceinline__ void leave_stage(Room& room, int stage, int times = 1) {
+    leave_shared_memory_to_copies();
+    arrive_together(room.empty + stage, times);
+}
+
 // Which unit a number is.
 struct Plan {
-    int n_chunks, run_bits, gate_units, groups, ranges, lag, all;
+    // Strips of gate and up in a row share activations, so units are of so many; but where these would be few a block, the last of each
+    // are single strips, so that all blocks end at about the same time.
+    static constexpr int kRun = 4, kEnoughRuns = 8, kSingles = 3;
+    int n_chunks, runs, gate_units, groups, ranges, lag, all;
+    int share;  // units of down for a block, if it could take more before it has been told of the first; else 0
+    bool by_chunk;
 
-    __device__ Plan(const Work& p, int chunks, int summed_rows) : n_chunks(chunks), run_bits(0) {
-        // Strips in a row share activations; fewer in a row where there are few strips for each block.
-        while (run_bits < 2 && n_chunks * (kGateStrips / 2) >> run_bits >= 8 * static_cast<int>(gridDim.x)) run_bits++;
-        gate_units = n_chunks * (kGateStrips >> run_bits);
+    __device__ Plan(const Work& p, int chunks, int summed_rows) : n_chunks(chunks) {
+        constexpr int chunk_runs = kGateStrips / kRun;
+        const int blocks = static_cast<int>(gridDim.x);
+        const int single = n_chunks * chunk_runs >= kEnoughRuns * blocks
+                               ? 0
+                               : min(n_chunks, (kSingles * blocks + kGateStrips - 1) / kGateStrips);
+        runs = (n_chunks - single) * chunk_runs;
+        gate_units = runs + single * kGateStrips;
         groups = (summed_rows + kSumRows - 1) / kSumRows;
         ranges = p.down_strips / kMembers;
-        // A sum comes four units a block after what it needs, or at the end.
-        lag = min(ranges, (4 * static_cast<int>(gridDim.x) + n_chunks - 1) / max(n_chunks, 1));
+        // Sums that are few come last. Then down goes chunk by chunk, and those whose gate and up came last come last.
+        by_chunk = 2 * groups * ranges <= blocks;
+        // Else a sum comes four units a block after what it needs, or at the end.
+        lag = by_chunk ? ranges : min(ranges, (4 * blocks + n_chunks - 1) / max(n_chunks, 1));
+        share = (n_chunks * ranges + blocks - 1) / blocks;
+        if (share < 2 || share > kUnits) share = 0;
         all = gate_units + (n_chunks + groups) * ranges;
     }
     __device__ Unit operator()(int i) const {
         if (i >= all) return {kEnd, 0, 0, 0, 0};
         if (i < gate_units) {
-            const int strip = i << run_bits;
-            return {kGate, strip / kGateStrips, strip % kGateStrips, 1 << run_bits, 0};
+            const bool run = i < runs;
+            const int strip = run ? i * kRun : i + runs * (kRun - 1);
+            return {kGate, strip / kGateStrips, strip % kGateStrips, run ? kRun : 1, 0};
         }
         i -= gate_units;
-        if (i < lag * n_chunks) return {kDown, i % n_chunks, i / n_chunks * kMembers, kMembers, 0};
+        if (i < lag * n_chunks) {
+            const int chunk = by_chunk ? i / ranges : i % n_chunks, range = by_chunk ? i % ranges : i / n_chunks;
+            return {kDown, chunk, range * kMembers, kMembers, 0};
+        }
         i -= lag * n_chunks;
         const int both = n_chunks + groups;
         if (i >= (ranges - lag) * both) {
