@@ -99,7 +99,7 @@ __device__ __forceinline__ void bring(const Work& p, Room& room, const Lists& li
         Unit unit = plan(__shfl_sync(0xffffffffu, ticket, 0));
         // A block that begins with down has found nothing else: it waits for others, and takes no more until they are through. So does
         // one that has its share of down, where that is less than it could take ahead: the rest is for those that come later.
-        const bool late = unit.kind == kDown && (++downs == plan.share || to.n == 0);
+        const bool late = unit.kind == kDown && (to.n == 0 || (++downs >= plan.patience && plan.patience > 1));
         const auto take = [&] {
             if (lane == 0) ticket = static_cast<int>(atomicAdd(&p.turn->ticket, 1u));
         };
@@ -208,11 +208,15 @@ __device__ __forceinline__ void take_rows(const Work& p, Room& room, int slot, P
     for (int j = kHeld; j < kGateBricks; j++) room.unheld[warp][j - kHeld][lane] = {};
     // All rows at once: one after the other would be a wait for memory each, in which nothing is multiplied.
     const int n = room.unit[slot].n;
-    Place<kStages> own = at;
-    own.advance(g);
 #pragma unroll 1
-    for (Place<kStages> row = at; row.n != at.n + n; row.advance(1)) wait(room.full + row.slot(), row.parity());
+    for (int i = 0; i < n; i++) {
+        Place<kStages> of = at;
+        of.advance(i);
+        wait(room.full + of.slot(), of.parity());
+    }
     if (g < n) {
+        Place<kStages> own = at;
+        own.advance(g);
         const char* const from = room.stage[own.slot()] + warp * kChainRun * (w4::kBrick * 2) + t * 16;
 #pragma unroll
         for (int j = 0; j < kGateBricks; j++) {
@@ -224,9 +228,10 @@ __device__ __forceinline__ void take_rows(const Work& p, Room& room, int slot, P
                 room.unheld[warp][j - kHeld][lane] = w4::lift(acts);
         }
     }
+    leave_shared_memory_to_copies();
 #pragma unroll 1
     for (int i = 0; i < n; i++) {
-        leave_stage(room, at.slot());
+        arrive_together(room.empty + at.slot());
         at.advance(1);
     }
 #pragma unroll
@@ -254,7 +259,9 @@ __device__ __forceinline__ void gate(const Work& p, Room& room, int slot, Place<
 #pragma unroll
             for (int b = 0; b < 2; b++) {
                 const int brick = 2 * j + b;
-                w4::multiply_brick(d, load16(q + b * kBrickQ), *reinterpret_cast<const uint2*>(s + b * kBrickS),
+                const uint4 words = load16(q + b * kBrickQ);
+                const uint2 scales = *reinterpret_cast<const uint2*>(s + b * kBrickS);
+                w4::multiply_brick(d, words, scales,
                                    brick < kHeld ? v[brick % kHeld] : room.unheld[warp][brick % kHeld][lane]);
             }
             leave_stage(room, at.slot());

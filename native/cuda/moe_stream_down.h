@@ -40,23 +40,23 @@ __device__ __forceinline__ void down(const Work& p, Room& room, int slot, Place<
     }
     leave_stage(room, own.slot(), kMembers / kStageStrips);
     at.advance(kDownStages);
-    const size_t strips = static_cast<size_t>(p.down_strips);
-    const int strip = room.unit[slot].strip + warp;
+    const size_t hidden = static_cast<size_t>(p.down_strips) * w4::kStrip;
 #pragma unroll
     for (int j = 0; j < 2; j++) {
         const int pair = room.unit_pair[slot][2 * t + j];
         if (pair < 0) continue;
+        const int strip = room.unit[slot].strip + warp;
         float value[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) value[i] = d[i / 2][j + i % 2 * 2] * w4::lowered(i % 2 * 2);
-        const size_t first = static_cast<size_t>(pair) * strips + strip;
         if constexpr (kTold) {
-            tell(static_cast<uint4*>(p.outs) + first * kQuads + g,
+            tell(static_cast<uint4*>(p.outs) + static_cast<size_t>(pair) * (hidden / 4) + strip * kQuads + g,
                  {~__float_as_uint(value[0]), ~__float_as_uint(value[1]), ~__float_as_uint(value[2]),
                   ~__float_as_uint(value[3])});
         } else {
+            float* const to = static_cast<float*>(p.outs) + static_cast<size_t>(pair) * hidden + strip * w4::kStrip + g;
 #pragma unroll
-            for (int i = 0; i < 4; i++) static_cast<float*>(p.outs)[first * w4::kStrip + i * 8 + g] = value[i];
+            for (int i = 0; i < 4; i++) to[i * 8] = value[i];
         }
     }
 }

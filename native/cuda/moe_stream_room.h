@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <climits>
 
 #include "bulk.h"
 #include "launch.h"
@@ -121,9 +122,9 @@ __device__ __forceinline__ void leave_stage(Room& room, int stage, int times = 1
 struct Plan {
     // Strips of gate and up in a row share activations, so units are of so many; but where these would be few a block, the last of each
     // are single strips, so that all blocks end at about the same time.
-    static constexpr int kRun = 4, kEnoughRuns = 8, kSingles = 3;
+    static constexpr int kRun = 4, kEnoughRuns = 8, kSingles = 3, kFewSums = 66;
     int n_chunks, runs, gate_units, groups, ranges, lag, all;
-    int share;  // units of down for a block, if it could take more before it has been told of the first; else 0
+    int patience;  // units of down, a block's share, after which it takes no more before it has been told
     bool by_chunk;
 
     __device__ Plan(const Work& p, int chunks, int summed_rows) : n_chunks(chunks) {
@@ -137,11 +138,11 @@ struct Plan {
         groups = (summed_rows + kSumRows - 1) / kSumRows;
         ranges = p.down_strips / kMembers;
         // Sums that are few come last. Then down goes chunk by chunk, and those whose gate and up came last come last.
-        by_chunk = 2 * groups * ranges <= blocks;
+        by_chunk = groups * ranges <= kFewSums;
         // Else a sum comes four units a block after what it needs, or at the end.
         lag = by_chunk ? ranges : min(ranges, (4 * blocks + n_chunks - 1) / max(n_chunks, 1));
-        share = (n_chunks * ranges + blocks - 1) / blocks;
-        if (share < 2 || share > kUnits) share = 0;
+        patience = (n_chunks * ranges + blocks - 1) / blocks;
+        if (patience > kUnits) patience = INT_MAX;
         all = gate_units + (n_chunks + groups) * ranges;
     }
     __device__ Unit operator()(int i) const {
