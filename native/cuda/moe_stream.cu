@@ -5,9 +5,10 @@
 // memory. So the warp that brings weights waits for no other block: it copies stages of 18 KB into a ring, unit of work after
 // unit of work, and only waits for room. A unit is some strips of gate and up for a chunk of at most eight pairs, or sixteen strips
 // of down, or the sum over slots of some rows and columns. Blocks take units by a counter: first all of gate and up, then down,
-// column range by column range, each with the sums of an earlier range behind it. What a unit needs of others comes as tagged words
-// through the second-level cache, and is only ever needed of units with lower numbers, which blocks have that run: so nothing
-// depends on all blocks running at once. For many rows, tagged results would be too many bytes: a second kernel adds them.
+// column range by column range, each with the sums of an earlier range behind it, or chunk by chunk where there are few rows. What a
+// unit needs of others comes as words through the second-level cache, and is only ever needed of units with lower numbers, which
+// blocks have that run: so nothing depends on all blocks running at once. More pairs than a block can list are listed and added by
+// other kernels.
 //
 // What orders what in a block. A stage: copies complete a phase of `full`, which every member waits for before it reads; having read,
 // each lane fences its reads against copies, its warp arrives at `empty`, and who copies has waited for that. A unit: the warp that
@@ -228,7 +229,7 @@ __device__ __forceinline__ void take_rows(const Work& p, Room& room, int slot, P
                 room.unheld[warp][j - kHeld][lane] = w4::lift(acts);
         }
     }
-    leave_shared_memory_to_copies();
+    leave_shared_memory_to_copies();  // as leave_stage(), of all these stages
 #pragma unroll 1
     for (int i = 0; i < n; i++) {
         arrive_together(room.empty + at.slot());
