@@ -16,6 +16,7 @@ from typing import Any
 
 import click
 
+from kdctl.look_first import look_first
 from kdctl.model import ProgressLine
 from kdctl.output import DURATION, FAILED, NOT_RUNNING, REFUSED, TIMEOUT, Failure, Settings, command
 from kdctl.started import alive, held_back, on_its_way, remember, remembered
@@ -162,53 +163,6 @@ def _checked(
         pairs.append((key, value))
     flags: dict[str, Any] = {"server.instance": settings.instance, "model.path": model, **dict(pairs)}
     return _paths(settings, flags, config_file)
-
-
-def _inspected(config: Any, cwd: str, builders: list[str] | None) -> None:
-    """An error where a daemon of this configuration, started in `cwd`, could not serve, as far as that is known without a model's
-    weights. builders: those that there are, as far as they are known."""
-    from kd.beside import GOLDEN, TOKENIZER, look_beside
-    from kd.checkpoint import inspect
-    from kd.native import KdError, NativeError, find_library
-    from kdctl.checkpoint import gpus
-
-    try:
-        find_library(config.engine.device)
-    except NativeError as error:
-        raise Failure(f"{error.message}; nothing was stopped", FAILED, error.name) from None
-    if config.engine.device == "cuda" and not gpus() and not os.path.exists("/dev/nvidiactl"):
-        raise Failure(
-            "device cuda needs an NVIDIA GPU, and nvidia-smi shows none here; nothing was stopped",
-            FAILED,
-            "KD_E_DEVICE",
-        )
-    name = config.builder.name
-    if builders is not None and name and name not in builders:
-        raise Failure(
-            f"there is no builder {name!r}: one of {', '.join(builders)}; nothing was stopped", FAILED, "NOT_FOUND"
-        )
-    if not config.model.path:
-        return
-    folder, draft, follow_links = os.path.join(cwd, config.model.path), config.model.draft, config.model.follow_links
-    tp = config.engine.tp
-    try:
-        about = inspect(
-            folder, draft=draft if draft in ("auto", "none") else os.path.join(cwd, draft), follow_links=follow_links
-        )
-    except NativeError:
-        return  # there is nothing to look with: the start will tell
-    except KdError as error:
-        raise Failure(f"{error.message}; nothing was stopped", FAILED, error.name) from None
-    refused = next((rank.get("refused") for rank in about["ranks"] if rank["tp"] == tp), None)
-    if about.get("packed_tp", tp) != tp:
-        refused = f"{folder}: was packed for a tp of {about['packed_tp']}, not {tp}"
-    if refused:
-        raise Failure(f"{refused}; nothing was stopped", FAILED, "KD_E_MODEL")
-    target = about["target"]
-    for name, file in look_beside(folder, target["vocab"], target["max_positions"], follow_links).items():
-        needed = name == GOLDEN or (name == TOKENIZER and os.path.exists(os.path.join(folder, "tiktoken.model")))
-        if needed and file["usable"] is False:
-            raise Failure(f"{os.path.join(folder, name)} {file['about']}; nothing was stopped", FAILED, "KD_E_MODEL")
 
 
 def _start(
@@ -442,7 +396,7 @@ def restart(
     options = (*kept, *options)
     config, _ = _checked(settings, model, config_file, options)
     if runs:
-        _inspected(config, same.get("cwd") or os.getcwd(), builders)
+        look_first(config, same.get("cwd") or os.getcwd(), builders)
         try:
             _stop(settings, now, None)
         except (KeyboardInterrupt, SystemExit):
