@@ -45,7 +45,20 @@ struct Region {
 enum class Transport { host, peers, nccl };  // comm.h
 
 // One a use, so that two in one op never share. Ops follow one another on the rank's stream and may use the same.
-enum class Use { linear, moe_lists, moe_rows, moe_inter, moe_out, moe_told, moe_results, attention, vocab, all_reduce, sums, count };
+enum class Use {
+    linear,
+    moe_lists,
+    moe_rows,
+    moe_inter,
+    moe_out,
+    moe_told,
+    moe_results,
+    attention,
+    vocab,
+    all_reduce,
+    sums,
+    count
+};
 
 }  // namespace kd::cuda
 
