@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import struct
 import subprocess
 import tempfile
@@ -103,7 +104,7 @@ def plain(name: str) -> str:
 
 def demangled(names: list[str]) -> list[str]:
     told = subprocess.run(["c++filt", "-p"], input="\n".join(names), capture_output=True, text=True, check=True)
-    return [re.sub(r"^void ", "", line) for line in told.stdout.split("\n")]
+    return [re.sub(r"^void ", "", line) for line in told.stdout.splitlines()]
 
 
 def dynamic_bytes() -> dict[str, int]:
@@ -133,7 +134,7 @@ def kernels(sources: list[Path]) -> list[Kernel]:
         for cubin, report in pool.map(lambda source: compile_one(source, Path(folder)), sources):
             threads = thread_bounds(cubin)
             entries = REPORT.findall(report)
-            for name, (mangled, registers, rest) in zip(demangled([e[0] for e in entries]), entries, strict=False):
+            for name, (mangled, registers, rest) in zip(demangled([e[0] for e in entries]), entries, strict=True):
                 key = plain(name)
                 if key not in dynamic or mangled not in threads or dynamic[key] > MOST_OF_A_BLOCK:
                     continue  # nobody launches it here: of another architecture
@@ -151,6 +152,8 @@ def main() -> None:
     options = args.parse_args()
     if not LIBRARY.exists():
         raise SystemExit(f"{LIBRARY} is not there: run `make cuda`")
+    if not shutil.which("nvcc"):
+        raise SystemExit("there is no CUDA compiler (nvcc) on the PATH, and this reads what it makes")
     rows = [k for k in kernels(sorted((ROOT / "native/cuda").glob("*.cu"))) if re.search(options.only, k.name)]
     print(
         f"{'kernel, sm_120, computed':64}{'threads':>9}{'registers':>11}{'shared B':>10}{'blocks':>8}{'of 48 warps':>13}  bound"

@@ -151,10 +151,10 @@ def main(arguments: list[str]) -> dict[str, Any]:
     parser.add_argument("--stages", action="store_true", help="also tell where the time of a round goes")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)
-    subprocess.run([ROOT / "build" / "make.sh", {"cpu": "test", "cuda": "cuda-test"}[args.device]], check=True)
-    library = ROOT / "build" / "out" / f"libkd_{args.device}_test.so"
     rows, about = [], machine(args.device)
     print(about)
+    subprocess.run([ROOT / "build" / "make.sh", {"cpu": "test", "cuda": "cuda-test"}[args.device]], check=True)
+    library = ROOT / "build" / "out" / f"libkd_{args.device}_test.so"
     with kd.Engine(args.model, device=args.device, library=library, tp=args.tp, max_nodes=32) as engine:
         probe = Probe(library, engine)
         head = (f"{'streams':>8} {'builder':>10} {'at once':>8} {'tokens/s':>9} {'rounds':>7} {'round us':>9} {'gap us':>7} "

@@ -63,7 +63,8 @@ def remember(path: Path, pid: int, **told: Any) -> None:
             json.dump({"pid": pid, "born": born(pid), **told}, f)
         new.replace(path)
     except OSError:
-        new.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            new.unlink()
         raise
 
 

@@ -12,16 +12,20 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
+import psutil
 import pytest
 from daemons import ENV, ROOT, Daemon, until
 from kdctl_calls import COMMAND, caller, place_of
 
+from kd.convert import convert
 from kd.native import library_paths
 from kdctl import __main__ as entry
 from kdctl import output, started
 from kdctl.generate import parse_ids
+from kdctl.look_first import look_first
 
 kdctl = pytest.fixture(caller)
 place = pytest.fixture(place_of)
@@ -107,13 +111,16 @@ def test_restart_keeps_what_start_was_told(kdctl, place, library, nano, tmp_path
     broken = tmp_path / "broken"
     shutil.copytree(nano, broken)
     (broken / "model.safetensors.index.json").write_text("[]")
+    packed = tmp_path / "packed"
+    convert(nano, packed, tp=2)
     damaged = [Path(shutil.copytree(nano, tmp_path / name)) for name in ("golden.json", "tokenizer_config.json")]
     for folder in damaged:
         (folder / folder.name).write_text("{bad")
     for bad in (
         f"model.path={tmp_path / 'nowhere'}", f"model.path={broken}", f"model.draft={tmp_path / 'nowhere'}",
         *(f"model.path={folder}" for folder in damaged),
-        "builder.name=nonsense", *(["engine.device=cuda"] if not any(map(Path.is_file, library_paths("cuda"))) else []),
+        f"model.path={packed}", "builder.name=nonsense",
+        *(["engine.device=cuda"] if not any(map(Path.is_file, library_paths("cuda"))) else []),
     ):  # fmt: skip
         assert "nothing was stopped" in kdctl("restart", "--set", bad, code=1).err
         assert words()[0] and kdctl("health").err == ""
@@ -195,6 +202,30 @@ def test_stop_finds_a_daemon_that_has_no_socket_yet(kdctl, place, slow, elsewher
         assert started.born(pid) is None
     finally:
         subprocess.run(["kill", "-9", str(pid)], capture_output=True)
+
+
+def test_a_start_that_cannot_be_noted_down_leaves_no_daemon(kdctl, place, library):
+    (place / "default" / "started.new").mkdir(parents=True)
+    (place / "default").chmod(0o700)
+    assert "so nothing was started" in kdctl("start", code=1).err
+    assert not [p for p in psutil.process_iter() if "default" in p.cmdline() and str(place) in p.environ().values()]
+
+
+def test_restart_knows_a_tp_that_does_not_divide(monkeypatch, nano):
+    ranks = [{"tp": 1}, {"tp": 2, "refused": "3 heads: tensor parallelism of 2 does not divide them"}]
+    monkeypatch.setattr("kd.checkpoint.inspect", lambda *_, **__: {"ranks": ranks, "target": about["target"]})
+    about = {"target": {"vocab": 4096, "max_positions": 2048}}
+    for tp in (1, 2):
+        config = SimpleNamespace(
+            engine=SimpleNamespace(device="cpu", tp=tp),
+            builder=SimpleNamespace(name=""),
+            model=SimpleNamespace(path=str(nano), draft="auto", follow_links=False),
+        )
+        if tp == 1:
+            look_first(config, "/", None)
+        else:
+            with pytest.raises(output.Failure, match="does not divide them; nothing was stopped"):
+                look_first(config, "/", None)
 
 
 def test_restart_stops_a_daemon_that_has_no_socket_yet(kdctl, place, library, slow):

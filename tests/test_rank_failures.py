@@ -168,6 +168,14 @@ def test_the_library_keeps_a_record_until_it_is_closed(library, small3, tmp_path
     assert caught.value.name == "KD_E_IO"
 
 
+def test_no_place_for_the_record_is_no_fault_of_a_model(tmp_path):
+    (tmp_path / "t").mkdir(mode=0o700)
+    (tmp_path / "t" / "steps").mkdir()  # unlink() refuses
+    daemon = Daemon(tmp_path, model=None)
+    assert daemon.process.wait(30) == 71
+    assert "cannot be made for the record of steps" in daemon.log_path.read_text()
+
+
 @pytest.mark.parametrize("damage", ["empty", "short", "other size", "wild"])
 def test_a_damaged_record_is_told_and_removed(tmp_path: Path, damage):
     record = ffi.new("kd_step_record *")

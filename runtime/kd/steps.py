@@ -3,6 +3,7 @@ and what a process that died was doing."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import mmap
@@ -81,6 +82,10 @@ def last_words(path: Path) -> str | None:
         path.unlink()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        return (
+            f"{path}, the record of steps of the daemon before this one, cannot be read and removed ({error.strerror})"
+        )
     if len(raw) != _SIZE or (record := ffi.from_buffer("kd_step_record *", raw)).size != _SIZE:
         return "the daemon before this one did not close; its record of steps is of another version"
     ranks = _ranks(record)
@@ -113,8 +118,6 @@ def note_crashes(library: Library) -> None:
 
 
 def forget(path: Path) -> None:
-    """The end has been told otherwise."""
-    try:
+    """The end has been told otherwise; what cannot be removed the next start tells of, and it may not hide how this one ends."""
+    with contextlib.suppress(OSError):
         os.unlink(path)
-    except FileNotFoundError:
-        pass
