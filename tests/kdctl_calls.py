@@ -44,3 +44,13 @@ def place_of(tmp_path, monkeypatch):
                 os.kill(pid, signal.SIGKILL)
         except OSError:
             pass
+
+
+def held_before_start(tmp_path_factory, monkeypatch):
+    """A fixture: daemons wait, before a line of theirs runs, for somebody to open this FIFO."""
+    hooks = tmp_path_factory.mktemp("hooks")
+    os.mkfifo(hooks / "fifo")
+    (hooks / "sitecustomize.py").write_text(f"open({str(hooks / 'fifo')!r}).close()\n")
+    monkeypatch.setenv("PYTHONPATH", str(hooks))
+    yield hooks / "fifo"
+    os.close(os.open(hooks / "fifo", os.O_RDWR | os.O_NONBLOCK))
