@@ -58,6 +58,7 @@ def status(settings: Settings) -> None:
                     f"kd {about['version']}, instance {about['instance']}, pid {about['pid']}, "
                     f"up {about['uptime_ms'] / 1000:.0f} s",
                 ),
+                ("device", f"{about['device']}, tp {about['tp']}" if "tp" in about else about["device"]),
                 (
                     "model",
                     f"{model['name']} ({model['parameters'] / 1e6:.1f} M parameters, "

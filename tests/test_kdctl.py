@@ -23,7 +23,7 @@ place = pytest.fixture(place_of)
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory, library, nano):
     made = Daemon(
-        tmp_path_factory.mktemp("real"), "--set", "server.publish_interval_ms=200", model=nano, fake=None
+        tmp_path_factory.mktemp("real"), "--tp", "2", "--set", "server.publish_interval_ms=200", model=nano, fake=None
     ).wait(timeout_s=120)
     yield made
     made.kill()
@@ -42,7 +42,9 @@ def test_status(on):
     data = on("status", "-o", "json").json
     assert data["state"] == "ready" and data["ready"] and data["model"]["name"] == "nano"
     assert data["stats"]["pages_total"] > 0
+    assert (data["daemon"]["device"], data["daemon"]["tp"]) == ("cpu", 2)
     text = on("status").out
+    assert re.search(r"^device +cpu, tp 2$", text, re.M)
     assert re.search(r"^state +ready$", text, re.M) and "nano" in text and "heap" in text
     assert on("-o", "json", "status").json["state"] == "ready"  # before the verb as well
 

@@ -122,6 +122,7 @@ def status(daemon: Daemon) -> Reply:
         "clients": len(daemon.hub.clients),
         "log_dropped": daemon.log.dropped,
         "device": daemon.config.engine.device,
+        "tp": daemon.config.engine.tp,
         "library": daemon.library,
         "builder_told": dict(zip(("builder", "budget"), daemon.wanted_builder, strict=True))
         if daemon.builder_told
