@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -224,6 +226,18 @@ def test_a_client_does_not_cross_a_fork(fake):
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     client.close()
+
+
+def test_a_daemon_that_goes_while_we_connect_is_missed_soon(tmp_path):
+    path = tmp_path / "serve.sock"
+    with socket.socket(socket.AF_UNIX) as listener, Client(f"ipc://{path}", timeout_s=30) as client:
+        listener.bind(str(path))
+        listener.listen()
+        threading.Timer(0.3, listener.close).start()
+        began = time.monotonic()
+        with pytest.raises(KdClientError) as caught:
+            client.hello()
+        assert caught.value.name == "NOT_RUNNING" and time.monotonic() - began < 10
 
 
 def test_the_daemon_dying_ends_a_stream_soon(tmp_path):
