@@ -164,7 +164,12 @@ def run(arguments: list[str] | None = None) -> int:
     except KdClientError as error:
         keys = ("retry_ms", "version_min", "version_max")
         extra = {key: error.body[key] for key in keys if error.body.get(key) is not None}
-        show_error(settings, error.name, error.message, exit_of(error.name), **extra)
+        message = error.message
+        if error.name == "NOT_RUNNING":
+            from kdctl.ended import why_gone
+
+            message = "; ".join(filter(None, [message, why_gone(settings)]))
+        show_error(settings, error.name, message, exit_of(error.name), **extra)
         return exit_of(error.name)
     except ConfigError as error:
         show_error(settings, "CONFIG", str(error), EX_CONFIG)

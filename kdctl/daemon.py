@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -16,6 +13,7 @@ from typing import Any
 
 import click
 
+from kdctl.ended import exit_words, reason, tail
 from kdctl.look_first import look_first
 from kdctl.model import ProgressLine
 from kdctl.output import DURATION, FAILED, NOT_RUNNING, REFUSED, TIMEOUT, Failure, Settings, command
@@ -44,32 +42,6 @@ def _owner(settings: Settings) -> int | None:
         if error.name == "NOT_RUNNING":
             return on_its_way(settings)
         raise
-
-
-def _tail(path: Path, lines: int, since: int = 0) -> list[str]:
-    """The last lines of what a file has from byte `since` on."""
-    try:
-        with path.open("rb") as f:
-            f.seek(since)
-            return [one.decode("utf-8", "replace").rstrip("\n") for one in collections.deque(f, maxlen=lines)]
-    except OSError:
-        return []
-
-
-def _reason(lines: list[str]) -> str:
-    """Why a daemon ended, in its own words: of its log, JSON or text, or said before it had one. "" if it said nothing."""
-    for one in lines:
-        if one.startswith("kd: "):
-            return one[4:]
-        if found := re.match(r"\S+Z error +(?:state failed reason=)?(.*)", one):
-            return found[1]
-        try:
-            record = json.loads(one)
-            if record["level"] == "error":
-                return str(record.get("reason") or record["message"])
-        except (ValueError, TypeError, KeyError):
-            pass
-    return ""
 
 
 def _log_end(log: Path) -> int:
@@ -118,16 +90,16 @@ def wait_until(
         if code is not None:
             progress.end()
             # The daemon says in plain words why it did not start; the rest of the log is for those who want more.
-            tail = _tail(log, LOG_LINES_ON_FAILURE, since)
-            reason = _reason(tail)
-            what = f"the daemon ended with exit status {code} before it was {wait}; its log is {log}"
+            last = tail(log, LOG_LINES_ON_FAILURE, since)
+            why = reason(last)
+            what = f"the daemon ended with {exit_words(code)} before it was {wait}; its log is {log}"
             raise Failure(
-                f"{reason} ({what})" if reason else what,
+                f"{why} ({what})" if why else what,
                 REFUSED if code == 69 else 1,
                 "START_FAILED",
                 exit_status=code,
                 log=str(log),
-                tail=tail,
+                tail=last,
             )
         try:
             answer = settings.client().status()
@@ -451,7 +423,7 @@ def logs(settings: Settings, follow: bool, lines: int) -> None:
             NOT_RUNNING,
             "NOT_FOUND",
         )
-    found = _tail(path, lines)
+    found = tail(path, lines)
     settings.emit(
         "logs", {"log": str(path), "lines": found}, lambda: click.echo("".join(f"{one}\n" for one in found), nl=False)
     )

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from kdctl import daemon
+from kdctl.ended import exit_words
 from kdctl.output import BUDGET_HELP, FAILED, Failure, Settings, command, pairs, table
 from kdctl.verify import first_difference
 
@@ -109,7 +110,7 @@ def demo(settings: Settings, model: str | None, max_tokens: int, budget: int) ->
             "DIFFERENT",
         )
     if data["exit_status"]:
-        raise Failure(f"the daemon ended with exit status {data['exit_status']}", FAILED)
+        raise Failure(f"the daemon ended with {exit_words(data['exit_status'])}", FAILED)
 
 
 def _show(settings: Settings, max_tokens: int, budget: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from daemons import Daemon, until
 import kd
 from kd.client import KdClientError
 from kd.native import constants, ffi
-from kd.steps import Ranks, last_words
+from kd.steps import Ranks, take_last_words
 
 # Ranks of a daemon and the one that breaks. Eight share a GPU; two have one each.
 RANKS = [(8, 0), (8, 5), *([(2, 0), (2, 1)] if DEVICE == "cuda" else [])]
@@ -162,7 +162,7 @@ def test_the_library_keeps_a_record_until_it_is_closed(library, small3, tmp_path
         copy = tmp_path / "copy"
         copy.write_bytes(path.read_bytes())
     assert not path.exists() and not (tmp_path / "elsewhere").exists()
-    assert "died of SIGBUS in thread" in (last_words(copy) or "")
+    assert "died of SIGBUS in thread" in (take_last_words(copy) or "")
     with pytest.raises(kd.KdError, match="cannot be made for the record of steps") as caught:
         kd.Engine(library=library, record=tmp_path / "no" / "folder")
     assert caught.value.name == "KD_E_IO"
@@ -189,10 +189,10 @@ def test_a_damaged_record_is_told_and_removed(tmp_path: Path, damage):
     raw = bytes(ffi.buffer(record))
     path = tmp_path / "steps"
     path.write_bytes({"empty": b"", "short": raw[:100]}.get(damage, raw))
-    words = last_words(path)
+    words = take_last_words(path)
     assert words is not None and words.startswith("the daemon before this one")
     assert ("of another version" in words) == (damage != "wild")
-    assert not path.exists() and last_words(path) is None
+    assert not path.exists() and take_last_words(path) is None
 
 
 def test_only_a_rank_that_keeps_others_waiting_is_late(tmp_path):

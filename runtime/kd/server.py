@@ -377,7 +377,7 @@ class Daemon:
         self.log.info(
             "starting", version=self.version, instance=self.config.server.instance, pid=os.getpid(), **self.endpoints
         )
-        if told := steps.last_words(self._steps):
+        if told := steps.take_last_words(self._steps):
             self.log.warning(told)
         self.serve.start()
         self.watch.start()

@@ -75,22 +75,29 @@ class Ranks:
         return None, 0
 
 
-def last_words(path: Path) -> str | None:
-    """What the process that left the file was at, in one sentence; None if there is no file. Removes it."""
+def take_last_words(path: Path) -> str | None:
+    """As `last_words()` for the daemon that comes next. Removes the file."""
     try:
-        raw = path.read_bytes()
-        path.unlink()
-    except FileNotFoundError:
-        return None
+        words = last_words(path, "the daemon before this one")
+        path.unlink(missing_ok=True)
+        return words
     except OSError as error:
         return (
             f"{path}, the record of steps of the daemon before this one, cannot be read and removed ({error.strerror})"
         )
+
+
+def last_words(path: Path, who: str) -> str | None:
+    """What the process that left the file was at, in one sentence about `who`; None if there is no file. Raises OSError."""
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return None
     if len(raw) != _SIZE or (record := ffi.from_buffer("kd_step_record *", raw)).size != _SIZE:
-        return "the daemon before this one did not close; its record of steps is of another version"
+        return f"{who} did not close; its record of steps is of another version"
     ranks = _ranks(record)
     busy = [r for r in ranks if r.stage != _IDLE]
-    before = f"the daemon before this one (process {record.pid})"
+    before = f"{who} (process {record.pid})"
     if not record.signal:
         late = [r for r in busy if not r.waiting] or busy
         at = f"with {', '.join(map(str, late))}" if busy else "between two steps"
