@@ -13,11 +13,11 @@ def look_first(config: Any, cwd: str, builders: list[str] | None) -> None:
     weights. builders: those that there are, as far as they are known."""
     from kd.beside import GOLDEN, TOKENIZER, look_beside
     from kd.checkpoint import inspect
-    from kd.native import KdError, NativeError, find_library
+    from kd.native import KdError, NativeError, find_library, whole
     from kdctl.checkpoint import gpus
 
     try:
-        find_library(config.engine.device)
+        whole(find_library(config.engine.device))
     except NativeError as error:
         raise Failure(f"{error.message}; nothing was stopped", FAILED, error.name) from None
     if config.engine.device == "cuda" and not gpus() and not os.path.exists("/dev/nvidiactl"):

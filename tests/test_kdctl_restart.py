@@ -147,6 +147,14 @@ def test_restart_knows_a_tp_that_does_not_divide(monkeypatch, nano):
                 look_first(config, "/", None)
 
 
+def test_restart_knows_a_library_that_is_cut_short(monkeypatch, library, tmp_path):
+    cut = tmp_path / "libkd_cpu.so"
+    cut.write_bytes(library.read_bytes()[:-1])
+    monkeypatch.setattr("kd.native.find_library", lambda _: cut)
+    with pytest.raises(output.Failure, match="is cut short: .*; nothing was stopped"):
+        look_first(SimpleNamespace(engine=SimpleNamespace(device="cpu")), "/", None)
+
+
 def test_restart_stops_a_daemon_that_has_no_socket_yet(kdctl, place, library, slow):
     pid = kdctl("start", "--wait", "none", "--set", "engine.threads=1", "-o", "json").json["pid"]
     try:

@@ -132,6 +132,21 @@ def test_wrong_libraries_are_named(tmp_path):
         load_library("cpu", tmp_path / "text.so")
 
 
+@pytest.mark.parametrize("bytes_less", [1, 1000, 500_000])
+def test_a_library_that_is_cut_short_is_not_loaded(library, tmp_path, bytes_less):
+    """The loader maps what the headers promise: touching what is not there is SIGBUS, and no sentence."""
+    cut = tmp_path / "libkd_cpu.so"
+    raw = library.read_bytes()
+    cut.write_bytes(raw[:-bytes_less])
+    with pytest.raises(
+        NativeError, match=rf"libkd_cpu.so is cut short: it has {len(raw) - bytes_less} bytes of {len(raw)};"
+    ):
+        load_library("cpu", cut)
+    cut.write_bytes(raw[:40])
+    with pytest.raises(NativeError, match=r"libkd_cpu\.so cannot be loaded"):
+        load_library("cpu", cut)
+
+
 def test_import_needs_no_library_numpy_or_tiktoken():
     code = """if True:
         import sys, kd

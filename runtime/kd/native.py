@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import re
+import struct
 import threading
 from pathlib import Path
 from typing import Any
@@ -78,13 +80,33 @@ def _touch_types() -> None:
 _touch_types()
 
 
+def whole(path: Path) -> Path:
+    """`path`, unless it is an ELF file that lacks its end: loading that may end the process with SIGBUS. Raises NativeError."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+            size = os.fstat(file.fileno()).st_size
+    except OSError:
+        return path  # what is wrong with it the loader will say
+    if head.startswith(b"\x7fELF\x02\x01") and len(head) == 64:
+        # The table of section headers is the last thing that a linker writes.
+        (at,), (entry, n) = struct.unpack_from("<Q", head, 40), struct.unpack_from("<HH", head, 58)
+        if at + entry * n > size:
+            raise NativeError(
+                constants["KD_E_DEVICE"],
+                "KD_E_DEVICE",
+                f"{path} is cut short: it has {size} bytes of {at + entry * n}; build or install it again",
+            )
+    return path
+
+
 class Library:
     """One loaded library: `lib` has the functions of kd.h, `check` turns their status into KdError."""
 
     def __init__(self, path: Path, device: str):
         self.path, self.device = path, device
         try:
-            self.lib: Any = ffi.dlopen(str(path))
+            self.lib: Any = ffi.dlopen(str(whole(path)))
         except OSError as error:
             raise NativeError(
                 constants["KD_E_DEVICE"], "KD_E_DEVICE", f"{path} cannot be loaded: {error}; rebuild it on this machine"
@@ -188,5 +210,5 @@ def find_nccl() -> None:
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(folder) / "lib" / "libnccl.so.2"
         if path.is_file():
-            ctypes.CDLL(str(path))
+            ctypes.CDLL(str(whole(path)))
             return
