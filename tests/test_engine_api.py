@@ -392,7 +392,12 @@ def test_dropped_engine_frees_its_threads(library):
     ("options", "name"),
     [
         ({"tp": 3}, "KD_E_INVALID"),
+        *(({"tp": tp}, "KD_E_INVALID") for tp in (0, -1, True, "2", 2.5, None)),
+        *(({name: True}, "KD_E_INVALID") for name in ("threads", "max_streams", "max_queue", "max_rows", "kv_bytes")),
+        ({"share_devices": "no"}, "KD_E_INVALID"),
+        ({"prefix_cache": "no"}, "KD_E_INVALID"),
         ({"isa": "mmx"}, "KD_E_INVALID"),
+        ({"isa": []}, "KD_E_INVALID"),
         ({"tp": 1 << 40}, "KD_E_INVALID"),
         ({"kv_bytes": -1}, "KD_E_INVALID"),
         ({"threads": "many"}, "KD_E_INVALID"),
@@ -403,6 +408,19 @@ def test_bad_options(library, options, name):
     with pytest.raises(KdError) as error:
         Engine(library=library, **options)
     assert error.value.name == name and next(iter(options)) in error.value.message
+
+
+def test_numbers_that_are_none(empty):
+    import numpy
+
+    calls = [lambda v: empty.cancel(v), lambda v: empty.credit(1, v), lambda v: empty.use_builder("heap", v)]
+    for call in calls:
+        for value in (True, "1"):
+            with pytest.raises(KdError, match="must be an integer"):
+                call(value)
+    with pytest.raises(KdError, match="must be True or False"):
+        empty.drain("off")
+    assert empty.cancel(numpy.uint64(7)) == "not_found" and empty.poll(numpy.int64(0)) == []
 
 
 def test_no_cuda_here_is_said(monkeypatch, tmp_path):

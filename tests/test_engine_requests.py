@@ -4,6 +4,7 @@ import gc
 import select
 import threading
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -66,9 +67,9 @@ def test_poll_takes_at_most_capacity(engine):
     assert len(seen) == 20 and {e.id for e in seen} == {request}
     start = time.monotonic()
     assert engine.poll(50) == [] and 0.04 < time.monotonic() - start < 5
-    for capacity in (0, -1):
-        with pytest.raises(KdError):
-            engine.poll(0, capacity=capacity)
+    for timeout, capacity in ((0, 0), (0, -1), (0, True), ("1", 1), (True, 1)):
+        with pytest.raises(KdError, match="must be an integer"):
+            engine.poll(timeout, capacity=capacity)
 
 
 def test_event_fd(engine):
@@ -177,6 +178,14 @@ def test_queue_is_bounded(library, nano):
         ({"sampling": Sampling(seed=1 << 64)}, "KD_E_INVALID"),
         ({"sampling": Sampling(temperature="hot")}, "KD_E_INVALID"),
         ({"sampling": Sampling(top_k=1 << 31)}, "KD_E_INVALID"),
+        ({"sampling": 0.5}, "KD_E_INVALID"),
+        ({"stop_strings": 5}, "KD_E_INVALID"),
+        ({"stop_strings": ["x", 5]}, "KD_E_INVALID"),
+        ({"cold": "no"}, "KD_E_INVALID"),
+        ({"builder": 5}, "KD_E_INVALID"),
+        ({"builder": "heap", "budget": True}, "KD_E_INVALID"),
+        *(({name: True}, "KD_E_INVALID") for name in ("max_tokens", "credit", "user", "text_id")),
+        *(({"sampling": Sampling(**{f.name: True})}, "KD_E_INVALID") for f in fields(Sampling)),
     ],
 )
 def test_bad_requests(engine, values, name):

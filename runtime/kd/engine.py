@@ -44,8 +44,8 @@ _WHY = {
 class Engine(Loads):
     """An engine and at most one model. With `path`, the model is loaded before the constructor returns.
 
-    Zeros mean the library's defaults (see kd_options in kd.h). device "cuda" without its library is an error. record: a
-    file that tells what the ranks are at, see `kd.steps`.
+    tp is 1, 2, 4 or 8; zeros of the others mean the library's defaults (see kd_options in kd.h). device "cuda" without its
+    library is an error. record: a file that tells what the ranks are at, see `kd.steps`.
     """
 
     def __init__(
@@ -70,8 +70,6 @@ class Engine(Loads):
         library: str | Path | Library | None = None,
     ):
         super().__init__(library if isinstance(library, Library) else load_library(device, library))
-        if device == "cuda" and tp > 1:
-            find_nccl()
         self._polling: int | None = None  # the thread that polls, while it is in a call
         self._flags: dict[int, int] = {}  # of running requests
         self._queues: dict[int, deque[Event]] = {_NOBODY: deque()}  # events not yet handed out, by EventStream
@@ -90,9 +88,11 @@ class Engine(Loads):
             prefix_cache=prefix_cache,
             kv_bytes=kv_bytes,
             slow_reader_timeout_ms=slow_reader_timeout_ms,
-            share_devices=int(share_devices),
+            share_devices=share_devices,
             record=record,
         )
+        if device == "cuda" and tp > 1:
+            find_nccl()
         self._open(options)
         del keep  # the library has copied it
         if path is not None:
@@ -115,7 +115,7 @@ class Engine(Loads):
 
     def drain(self, on: bool = True) -> None:
         """Refuse new requests, or admit them again; running and waiting ones go on."""
-        self._check(self._ask(self._lib.kd_drain, 1 if on else 0))
+        self._check(self._ask(self._lib.kd_drain, structs.flag("on", on)))
 
     @property
     def info(self) -> ModelInfo:
@@ -171,6 +171,7 @@ class Engine(Loads):
     def poll(self, timeout_ms: int = 0, capacity: int = 64) -> list[Event]:
         """Up to `capacity` events, oldest first; waits up to timeout_ms for the first one."""
         structs.integer("capacity", capacity, 1, 1 << 20)
+        structs.integer("timeout_ms", timeout_ms, 0, 1 << 53)
         return self._wait(_NOBODY, capacity, time.monotonic() + timeout_ms / 1000)
 
     @property

@@ -166,9 +166,9 @@ def library_paths(device: str) -> tuple[Path, Path]:
 
 def find_library(device: str) -> Path:
     """The file of a backend's library. Raises NativeError."""
-    if not re.fullmatch(r"[a-z0-9_]{1,16}", device):
+    if not isinstance(device, str) or not re.fullmatch(r"[a-z0-9_]{1,16}", device):
         raise NativeError(
-            constants["KD_E_DEVICE"], "KD_E_DEVICE", f'device "{device[:40]}" is not known; use "cpu" or "cuda"'
+            constants["KD_E_DEVICE"], "KD_E_DEVICE", f'device "{device!s:.40}" is not known; use "cpu" or "cuda"'
         )
     places = library_paths(device)
     for place in places:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kd.text_side import TextSide
 
 CODES = {name: code for code, name in status_names.items()}
+TPS = (1, 2, 4, 8)  # ranks; the library takes 0 for 1 as well, which in a caller's hands is a mistake
 EVENT_BYTES = ffi.sizeof("kd_event")
 
 
@@ -52,9 +53,11 @@ def new(name: str) -> Any:
 
 
 def put(struct: Any, **values: Any) -> None:
-    """Set fields of a struct."""
+    """Set fields of a struct to numbers; a bool is none, though Python takes it for 0 or 1."""
     for name, value in values.items():
         try:
+            if isinstance(value, bool):
+                raise TypeError
             setattr(struct, name, value)
         except (OverflowError, TypeError):
             kind = dict(ffi.typeof(struct).item.fields)[name].type.cname
@@ -63,9 +66,16 @@ def put(struct: Any, **values: Any) -> None:
 
 def integer(name: str, value: Any, low: int, high: int) -> int:
     """`value`, an int in low <= value < high."""
-    if not isinstance(value, int) or not low <= value < high:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or not low <= operator.index(value) < high:
         raise invalid(f"{name} is {value!r:.60}; it must be an integer from {low} to {high - 1}")
-    return value
+    return operator.index(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """`value`, True or False, also as 1 or 0."""
+    if value not in (0, 1):
+        raise invalid(f"{name} is {value!r:.60}; it must be True or False")
+    return bool(value)
 
 
 def request_id(value: Any) -> int:
@@ -91,6 +101,8 @@ def pointer(values: array.array) -> Any:
 
 def text(value: str) -> bytes:
     """For a const char * argument."""
+    if not isinstance(value, str):
+        raise invalid(f"a name is {value!r:.60}; give text")
     raw = value.encode()
     if b"\0" in raw:
         raise invalid("a name holds a zero character")
@@ -108,12 +120,24 @@ def path(value: str | Path) -> bytes:
 # ---- in: (struct, what must be kept alive during the call) ------------------------------------------------------------
 
 
-def options(*, isa: str, prefix_cache: bool, record: str | Path | None = None, **values: int) -> tuple[Any, list[Any]]:
+def options(
+    *,
+    tp: int,
+    isa: str,
+    prefix_cache: bool,
+    share_devices: bool,
+    record: str | Path | None = None,
+    **values: int,
+) -> tuple[Any, list[Any]]:
     """kd_options."""
-    if isa not in ISAS:
-        raise invalid(f"isa is {isa!r}; it must be one of {', '.join(ISAS)}")
+    if isinstance(tp, bool) or tp not in TPS:
+        raise invalid(f"tp is {tp!r:.60}; it must be one of {', '.join(map(str, TPS))}")
+    if not isinstance(isa, str) or isa not in ISAS:
+        raise invalid(f"isa is {isa!r:.60}; it must be one of {', '.join(ISAS)}")
     struct = new("kd_options")
-    put(struct, isa=ISAS[isa], prefix_cache=0 if prefix_cache else 1, **values)
+    put(struct, tp=tp, isa=ISAS[isa], **values)
+    struct.prefix_cache = not flag("prefix_cache", prefix_cache)
+    struct.share_devices = flag("share_devices", share_devices)
     keep: list[Any] = []
     if record is not None:
         keep.append(ffi.new("char[]", path(record)))
@@ -145,7 +169,9 @@ def load_options(
 
 def request(tokens: Sequence[int], o: RequestOptions) -> tuple[Any, list[Any]]:
     """kd_request."""
-    sampling = o.sampling or Sampling()
+    sampling = Sampling() if o.sampling is None else o.sampling
+    if not isinstance(sampling, Sampling):
+        raise invalid(f"sampling is {sampling!r:.60}; give a kd.Sampling")
     prompt, stops = token_ids("tokens", tokens), token_ids("stop_ids", o.stop_ids)
     keep: list[Any] = [prompt, stops]
     struct = new("kd_request")
@@ -153,17 +179,20 @@ def request(tokens: Sequence[int], o: RequestOptions) -> tuple[Any, list[Any]]:
     put(struct, max_tokens=o.max_tokens, credit=o.credit, user=o.user, budget=o.budget, text_id=o.text_id)
     for name in ("temperature", "top_p", "min_p", "top_k", "seed", "choice"):
         put(struct, **{name: getattr(sampling, name)})
-    flags = HASH_LOGITS * bool(o.hash_logits) | LOGPROBS * bool(o.logprobs) | COLD * bool(o.cold)
-    flags |= IGNORE_EOS * bool(o.ignore_eos) | OWN_BUILDER * (o.builder is not None)
+    flags = HASH_LOGITS * flag("hash_logits", o.hash_logits) | LOGPROBS * flag("logprobs", o.logprobs)
+    flags |= COLD * flag("cold", o.cold) | IGNORE_EOS * flag("ignore_eos", o.ignore_eos)
+    flags |= OWN_BUILDER * (o.builder is not None)
     struct.flags = flags
     if stops:
         struct.stop_ids, struct.n_stop_ids = pointer(stops), len(stops)
-    if isinstance(o.stop_strings, (str, bytes)):
-        raise invalid("stop_strings is one text; give a list of texts")
+    if isinstance(o.stop_strings, (str, bytes)) or not isinstance(o.stop_strings, Sequence):
+        raise invalid(f"stop_strings is {o.stop_strings!r:.60}; give a list of texts")
     if o.stop_strings:
+        if wrong := [stop for stop in o.stop_strings if not isinstance(stop, (str, bytes))]:
+            raise invalid(f"stop_strings holds {wrong[0]!r:.60}; give texts")
         entries = ffi.new("kd_stop_string[]", len(o.stop_strings))
         for entry, stop in zip(entries, o.stop_strings, strict=True):
-            raw = stop.encode() if isinstance(stop, str) else bytes(stop)
+            raw = stop.encode() if isinstance(stop, str) else stop
             keep.append(ffi.new("char[]", raw + b"\0"))
             entry.bytes, entry.length = keep[-1], len(raw)
         struct.stop_strings, struct.n_stop_strings = entries, len(o.stop_strings)
