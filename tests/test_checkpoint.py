@@ -206,6 +206,7 @@ def test_a_tp_that_does_not_divide_is_refused_with_the_number(probe, tmp_path, c
         probe.load(folder, tp=tp)
     assert caught.value.status == KD_E_MODEL
     assert words in caught.value.sentence and f"parallelism of {tp}" in caught.value.sentence
+    assert ("--draft none" in caught.value.sentence) == ("drafter" in words)
 
 
 def test_drafter_choices(probe, folders, tmp_path):

@@ -335,7 +335,7 @@ BAD_DRAFTS = [
     ("vocab_size", 4097, "vocab_size is 4097", "the target's is 4096"),
     ("num_target_layers", 61, "num_target_layers is 61"),
     ("num_hidden_layers", 0, "num_hidden_layers"),
-    ("num_key_value_heads", 3, "num_key_value_heads is 3"),
+    ("num_key_value_heads", 3, "num_key_value_heads is 3", "draft 'none'"),
     ("head_dim", 31, "head_dim is 31"),
     ("block_size", GONE, "block_size is missing"),
     ("block_size", 1, "block_size is 1"),

@@ -224,7 +224,7 @@ DraftConfig parse_draft_config(std::string_view text, const std::string& where, 
     d.kv_heads = d.kv_heads_rank = r.integer_or("num_key_value_heads", d.heads, 1, d.heads);
     if (d.heads % d.kv_heads != 0)
         r.wrong("num_key_value_heads", "is " + std::to_string(d.kv_heads) + ", which does not divide the " +
-                                           std::to_string(d.heads) + " heads");
+                                           std::to_string(d.heads) + " heads; give another drafter, or draft 'none'");
     d.head_dim = r.integer_or("head_dim", d.hidden / d.heads, 2, kMaxHeadDim);
     if (d.head_dim < 2 || d.head_dim > kMaxHeadDim || d.head_dim % 2 != 0)
         r.wrong("head_dim", "is " + std::to_string(d.head_dim) + "; an even number up to " +
@@ -283,11 +283,11 @@ DraftConfig parse_draft_config(std::string_view text, const std::string& where, 
 
 // ---- ranks ----------------------------------------------------------------------------------------------------------
 
-static int divide(int whole, int tp, const char* what) {
+static int divide(int whole, int tp, const char* what, const char* else_what = "") {
     if (whole % tp != 0)
         fail(KD_E_MODEL,
-             "tensor parallelism of %d does not divide the model's %d %s: open the engine with a tp that does", tp,
-             whole, what);
+             "tensor parallelism of %d does not divide the model's %d %s: open the engine with a tp that does%s", tp,
+             whole, what, else_what);
     return whole / tp;
 }
 
@@ -307,10 +307,11 @@ Shape rank_shape(const Shape& whole, int tp, int rank) {
 }
 
 DraftShape rank_shape(const DraftShape& whole, int tp) {
+    const char without[] = ", or leave the drafter out: draft 'none' (--draft none)";
     DraftShape d = whole;
-    d.heads_rank = divide(whole.heads, tp, "attention heads of the drafter");
-    d.kv_heads_rank = divide(whole.kv_heads, tp, "key-value heads of the drafter");
-    d.inter_rank = divide(whole.inter, tp, "rows of the drafter's intermediate_size");
+    d.heads_rank = divide(whole.heads, tp, "attention heads of the drafter", without);
+    d.kv_heads_rank = divide(whole.kv_heads, tp, "key-value heads of the drafter", without);
+    d.inter_rank = divide(whole.inter, tp, "rows of the drafter's intermediate_size", without);
     return d;
 }
 
