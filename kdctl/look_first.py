@@ -11,7 +11,7 @@ from kdctl.output import FAILED, Failure
 def look_first(config: Any, cwd: str, builders: list[str] | None) -> None:
     """An error where a daemon of this configuration, started in `cwd`, could not serve, as far as that is known without a model's
     weights. builders: those that there are, as far as they are known."""
-    from kd.beside import GOLDEN, TOKENIZER, look_beside
+    from kd.beside import GOLDEN, TEXT_FILES, VOCABULARY, look_beside
     from kd.checkpoint import inspect
     from kd.native import KdError, NativeError, find_library, whole
     from kdctl.checkpoint import gpus
@@ -50,6 +50,6 @@ def look_first(config: Any, cwd: str, builders: list[str] | None) -> None:
         raise Failure(f"{refused}; nothing was stopped", FAILED, "KD_E_MODEL")
     target = about["target"]
     for name, file in look_beside(folder, target["vocab"], target["max_positions"], follow_links).items():
-        needed = name == GOLDEN or (name == TOKENIZER and os.path.exists(os.path.join(folder, "tiktoken.model")))
+        needed = name == GOLDEN or (name in TEXT_FILES and os.path.exists(os.path.join(folder, VOCABULARY)))
         if needed and file["usable"] is False:
             raise Failure(f"{os.path.join(folder, name)} {file['about']}; nothing was stopped", FAILED, "KD_E_MODEL")

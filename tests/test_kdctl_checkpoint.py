@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from fake_model import SMALL3, write_model
 
-from kd import Engine, checkpoint, hashing
+from kd import Engine, KdError, checkpoint, hashing
 from kd.convert import convert
 from kdctl import checkpoint as commands
 from kdctl.__main__ import run
@@ -101,7 +101,9 @@ def test_inspect_tells_what_lies_beside_the_weights(capsys, folder, nano):
     )
     described = json.loads((nano / "tokenizer_config.json").read_text())["added_tokens_decoder"]
     assert beside["tokenizer_config.json"]["about"] == f"{len(described)} special tokens"
-    names = ["golden.json", "kd-hashes.json", "tokenizer_config.json"]
+    assert beside["tiktoken.model"]["about"].endswith(" tokens of text")
+    assert beside["chat_template.jinja"] == {"present": True, "usable": True, "about": "a chat template"}
+    names = ["golden.json", "kd-hashes.json", "tiktoken.model", "tokenizer_config.json", "chat_template.jinja"]
     for name in names:
         (folder / name).unlink(missing_ok=True)
     beside = kdctl(capsys, "inspect", folder)[1]["beside"]
@@ -119,6 +121,7 @@ def test_inspect_tells_what_lies_beside_the_weights(capsys, folder, nano):
         "golden.json": ('{"prompt_tokens": [1], "tokens": [1000000]}', "tokens[0] is 1000000"),
         "kd-hashes.json": (None, "names generation_config.json, which is missing"),
         "tokenizer_config.json": ('{"added_tokens_decoder": {}}', "without tiktoken.model"),
+        "chat_template.jinja": ("{{ x }}", "without tiktoken.model"),
     }
     for name, (text, _) in bad.items():
         if text:
@@ -131,8 +134,51 @@ def test_inspect_tells_what_lies_beside_the_weights(capsys, folder, nano):
         assert re.search(rf"^{re.escape(name)} +not usable: .*{re.escape(what)}", out, re.M)
     for name in names:
         (folder / name).write_text("{")
-    for file in kdctl(capsys, "inspect", folder)[1]["beside"].values():
+    found = kdctl(capsys, "inspect", folder)[1]["beside"]
+    assert found.pop("chat_template.jinja")["about"] == "not looked at, for want of a tokenizer"
+    assert found.pop("tiktoken.model")["about"].startswith("line 1: is not a base64 token")
+    for file in found.values():
         assert file["usable"] is False and re.search("fetch|remove", file["about"])
+
+
+def spoil_golden(folder, of):
+    golden = json.loads((folder / "golden.json").read_text())
+    (folder / "golden.json").write_text(json.dumps({**golden, "files": {**golden["files"], **of}}))
+
+
+@pytest.mark.parametrize(
+    ("file", "spoil", "what"),
+    [
+        (
+            "golden.json",
+            lambda f: spoil_golden(f, {"tiktoken.model": "0" * 64}),
+            "is not the file golden.json was made",
+        ),
+        (
+            "golden.json",
+            lambda f: spoil_golden(f, {"absent.json": "0" * 64}),
+            "names absent.json, which cannot be read",
+        ),
+        ("tiktoken.model", lambda f: (f / "tiktoken.model").write_text("rubbish"), "is not a base64 token"),
+        ("tiktoken.model", lambda f: (f / "tokenizer_config.json").unlink(), "without tokenizer_config.json"),
+        ("tokenizer_config.json", lambda f: (f / "tokenizer_config.json").write_text("[]"), "the file is damaged"),
+        (
+            "tokenizer_config.json",
+            lambda f: (f / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"5": {"content": "x"}}}'),
+            "do not belong together",
+        ),
+        ("chat_template.jinja", lambda f: (f / "chat_template.jinja").write_text("{% if"), "line 1: unexpected"),
+    ],
+)
+def test_inspect_says_of_small_files_what_a_load_does(capsys, nano, library, tmp_path, file, spoil, what):
+    folder = Path(shutil.copytree(nano, tmp_path / "nano"))
+    spoil(folder)
+    found = kdctl(capsys, "inspect", folder)[1]["beside"][file]
+    assert found["usable"] is False and what in found["about"], found
+    if file != "golden.json":  # of which the daemon speaks
+        with Engine(library=library, threads=1) as engine, pytest.raises(KdError) as error:
+            engine.load(folder)
+        assert error.value.name == "KD_E_MODEL"
 
 
 def test_shards_without_an_index_are_told_so(capsys, folder):

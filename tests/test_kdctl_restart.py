@@ -64,7 +64,10 @@ def test_restart_keeps_what_start_was_told(kdctl, place, library, nano, tmp_path
     (broken / "model.safetensors.index.json").write_text("[]")
     packed = tmp_path / "packed"
     convert(nano, packed, tp=2)
-    damaged = [Path(shutil.copytree(nano, tmp_path / name)) for name in ("golden.json", "tokenizer_config.json")]
+    damaged = [
+        Path(shutil.copytree(nano, tmp_path / name))
+        for name in ("golden.json", "tokenizer_config.json", "tiktoken.model")
+    ]
     for folder in damaged:
         (folder / folder.name).write_text("{bad")
     for bad in (
