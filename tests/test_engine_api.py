@@ -92,7 +92,7 @@ def test_without_a_model(empty):
             call()
         assert error.value.name == "KD_E_STATE" and error.value.message
     assert empty.tokenizer is None and empty.chat is None and empty.state == "empty"
-    with pytest.raises(KdError, match="no tiktoken.model"):
+    with pytest.raises(KdError, match="no model is loaded"):
         empty.generate("text")
     assert empty.poll() == [] and empty.cancel(7) == "not_found"
 

@@ -186,3 +186,52 @@ raise SystemExit(code)
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
     )
     assert done.returncode == 0
+
+
+def test_every_call_in_a_child_process_says_whose_the_engine_is(library, nano):
+    """Also where another thread of the parent has the engine's lock, which nobody gives back in the child."""
+    program = f"""
+import os, signal, threading
+from kd import Engine, KdError
+signal.alarm(50)  # is no child's
+engine = Engine({str(nano)!r}, threads=1, library={str(library)!r})
+stream = engine.stream([1, 2, 3], max_tokens=1000, ignore_eos=True)
+taken, done = threading.Event(), threading.Event()
+def hold():
+    with engine._lock, engine._closer:
+        taken.set()
+        done.wait()
+thread = threading.Thread(target=hold)
+thread.start()
+taken.wait()
+if not (child := os.fork()):
+    signal.alarm(40)
+    calls = dict(
+        generate=lambda: engine.generate("def f():"), ids=lambda: engine.generate([1]), stream=lambda: engine.stream("x"),
+        submit=lambda: engine.submit([1], max_tokens=1), poll=lambda: engine.poll(), tokenizer=lambda: engine.tokenizer,
+        chat=lambda: engine.chat, info=lambda: engine.info, stats=lambda: engine.stats(), load=lambda: engine.load("x"),
+        save=lambda: engine.save("x"), progress=lambda: engine.load_progress(), cancel=lambda: engine.load_cancel(),
+        next=lambda: next(stream), end=lambda: stream.close(), close=lambda: engine.close(), score=lambda: engine.score([1]),
+    )
+    for name, call in calls.items():
+        try:
+            call()
+            print(name, "was taken")
+        except KdError as error:
+            if error.name != "KD_E_FORKED" or f"opened in process {{os.getppid()}}" not in error.message:
+                print(name, error)
+    print("asked", len(calls), flush=True)
+    del stream, engine, calls
+    os._exit(0)
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+done.set()
+thread.join()
+stream.close()
+engine.close()
+raise SystemExit(code)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], timeout=60, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "asked 17\n"), done.stdout + done.stderr

@@ -144,6 +144,7 @@ class Engine(Loads):
     def text_side(self) -> TextSide:
         """Tokenizer and chat template together, of the model that new requests run on, with an id for `text_id`: a model may
         be replaced between encoding and `submit()`."""
+        self._check_process()
         with self._lock:  # no load begins between the id and what it stands for
             return self._sides.get(self._text_id(), TextSide())
 
@@ -214,6 +215,7 @@ class Engine(Loads):
         if isinstance(prompt, str):
             side = self.text_side()
             if side.tokenizer is None:
+                self._check(self._ask(self._lib.kd_info, structs.new("kd_model_info")))  # there is no model at all
                 raise invalid("this model folder has no tiktoken.model; give the prompt as token ids")
             prompt = side.tokenizer.encode(prompt)
             options = {"text_id": side.id} | options
@@ -255,6 +257,7 @@ class Engine(Loads):
 
     def _submit(self, out: Any, own: bool, tokens: Sequence[int], **options: Any) -> None:
         """out: gets the id. own: the events go to an EventStream, not to poll()."""
+        self._check_process()
         request, keep = structs.request(tokens, RequestOptions(**options))
         with self._calls.mine(), self._lock:  # no event is handed out before its request is known here
             self._check(self._ask(self._lib.kd_submit, request, out))
@@ -265,6 +268,7 @@ class Engine(Loads):
 
     def _forget(self, id: int) -> None:
         """Nobody will read this EventStream's queue again; what still comes is thrown away."""
+        self._check_process()
         with self._lock:
             if id in self._flags:  # its end has not come yet
                 self._queues[id] = deque(maxlen=0)
@@ -279,6 +283,7 @@ class Engine(Loads):
     def _wait(self, owner: int, most: int, end: float) -> list[Event]:
         """Up to `most` events of a queue; waits for the first one until monotonic time `end`. Polls the library unless
         another thread does. With `end` in the past the library is still asked once."""
+        self._check_process()
         asked = False
         me = threading.get_ident()
         within = self._calls.busy(
@@ -345,5 +350,6 @@ class Engine(Loads):
 
     def _has_ended(self, id: int) -> bool:
         """Whether nothing is left to be read of an EventStream's request, even if an interrupt took its end away."""
+        self._check_process()
         with self._lock:
             return id not in self._flags and not self._queues.get(id)

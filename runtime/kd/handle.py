@@ -82,6 +82,8 @@ class Handle:
 
     def close(self) -> None:
         """Cancel everything and free it. Waits for other threads' calls to end (a load is cancelled). Idempotent."""
+        if self._handle is not None:
+            self._check_process()
         with self._closer:
             if self._handle is None:
                 return
@@ -89,8 +91,7 @@ class Handle:
             with self._lock:
                 self._changed.notify_all()
             self._lib.kd_load_cancel(self._handle)
-            if os.getpid() == self._pid:  # in a forked child the other threads are not there
-                self._calls.wait_for_others()
+            self._calls.wait_for_others()
             handle, self._handle = self._handle, None
             self._check(self._lib.kd_close(handle))
 
@@ -108,7 +109,16 @@ class Handle:
             self._check_open()
             return function(self._handle, *arguments)
 
+    def _check_process(self) -> None:
+        """Before a lock is taken: in a forked child the thread that had it at the fork is not there to give it back."""
+        if os.getpid() != self._pid:
+            raise structs.failure(
+                "KD_E_FORKED",
+                f"this engine was opened in process {self._pid} and cannot be used in its child; open one there",
+            )
+
     def _check_open(self) -> None:
+        self._check_process()
         if self._handle is None or self._closing:
             raise structs.failure("KD_E_STATE", "this engine is closed; open another one")
 

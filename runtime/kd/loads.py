@@ -100,6 +100,7 @@ class Loads(Handle):
                     self._begun.us = int((time.monotonic() - self._begun.at) * 1e6)
 
     def _one_load(self) -> threading.Lock:
+        self._check_process()
         if self._loading.locked():
             raise structs.failure("KD_E_BUSY", "a load is under way: wait for it or cancel it with load_cancel()")
         return self._loading
@@ -155,11 +156,13 @@ class Loads(Handle):
     def _text_id(self) -> int:
         """Of the model that new requests run on."""
         info = structs.new("kd_model_info")
-        return info.text_id if self._ask(self._lib.kd_info, info) == 0 else 0
+        rc = self._ask(self._lib.kd_info, info)
+        return info.text_id if rc == CODES["KD_E_STATE"] or self._check(rc) == 0 else 0  # 0 while there is none
 
     def load_progress(self) -> dict[str, Any]:
         """{"phase": "open"|"read"|"prepare"|"warm"|"swap"|"done" ("write" of a save), "bytes_done", "bytes_total",
         "elapsed_us", "phases": {phase: us}, "load": how many there were} of the load under way or the last one."""
+        self._check_process()
         with self._lock:
             begun, load = self._begun, self._loads
         if begun is not None:
@@ -172,6 +175,7 @@ class Loads(Handle):
     def load_cancel(self) -> None:
         """Stop a load under way, wherever it is; `load()` then raises KD_E_CANCELLED. KdError KD_E_STATE if there is none, or
         if its model has taken over already."""
+        self._check_process()
         with self._lock:
             if self._begun is not None and self._begun.us is None:
                 self._begun.cancelled = True
