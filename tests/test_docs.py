@@ -135,6 +135,9 @@ def test_operations_lists_every_setting():
         r.key: str(r.default).lower() if isinstance(r.default, bool) else str(r.default) for r in configuration.TABLE
     }
     assert {key: value.strip('"') for key, value in listed.items()} == want
+    told = dict(re.findall(r"^\| `(\w+\.\w+)` \| `[^`]*` \| (.*) \|$", text, re.M))
+    for row in configuration.TABLE:
+        assert told[row.key] == row.help + (f" ({row.allowed})" if row.choices else "")
 
 
 def test_operations_lists_every_exit_status():
