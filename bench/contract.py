@@ -46,8 +46,10 @@ class Torch:
     """Median microseconds of a call in a recorded graph, as Bench.us() times ours."""
 
     def __init__(self) -> None:
-        import torch
-
+        try:
+            import torch
+        except ImportError:
+            raise SystemExit("bench/contract.py needs torch, which is not installed here: pip install torch") from None
         torch.backends.cuda.matmul.allow_tf32 = False
         self.torch = torch
 
@@ -154,7 +156,8 @@ def main() -> None:
     parser.add_argument("--attention", type=Path, help="FlashAttention-3's figures of the same machine")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
-    bench, torch = Bench("cuda", 0), Torch()
+    machine("cuda")
+    torch, bench = Torch(), Bench("cuda", 0)  # what is missing is told before anything is built
     ceiling = CEILING / min(bench.us("read", CEILING, calls=4)) / 1e3
     report: dict[str, Any] = {
         "machine": machine("cuda"),

@@ -47,6 +47,7 @@ class Bench:
     """The functions of native/probe_bench.h."""
 
     def __init__(self, device: str, threads: int):
+        machine(device)  # without a GPU that ends here, and not after minutes of building
         target = {"cpu": "test", "cuda": "cuda-test"}[device]
         subprocess.run([ROOT / "build" / "make.sh", target], check=True)
         self.ffi = cffi.FFI()

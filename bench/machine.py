@@ -40,6 +40,7 @@ def machine(device: str) -> dict[str, Any]:
             about["gpu"] = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
         except (OSError, subprocess.CalledProcessError):
             raise SystemExit(
-                "there is no NVIDIA GPU here: nvidia-smi shows none; --device cpu measures the CPU twin"
+                "there is no NVIDIA GPU here (nvidia-smi shows none), and this measures one; --device cpu, where it is known, "
+                "measures the CPU twin"
             ) from None
     return about

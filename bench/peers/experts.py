@@ -40,7 +40,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+
+try:
+    import torch
+except ImportError:
+    raise SystemExit("bench/peers/experts.py needs torch, which is not installed here: pip install torch") from None
 from fa3 import load
 from int4 import (
     EXPERTS,

@@ -29,7 +29,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+try:
+    import torch
+except ImportError:
+    raise SystemExit("bench/peers/fa3.py needs torch, which is not installed here: pip install torch") from None
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import kernels

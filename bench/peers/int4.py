@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
+
+try:
+    import torch
+except ImportError:
+    raise SystemExit("bench/peers/int4.py needs torch, which is not installed here: pip install torch") from None
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import kernels
@@ -66,3 +70,7 @@ def routing(calls: int, rows: int, experts: int) -> np.ndarray:
     """[calls][rows][SLOTS]"""
     rng = np.random.default_rng(rows)
     return np.stack([[rng.permutation(experts)[:SLOTS] for _ in range(rows)] for _ in range(calls)]).astype(np.int32)
+
+
+if __name__ == "__main__":
+    raise SystemExit("bench/peers/int4.py measures nothing by itself: it is a part of bench/peers/experts.py, run that")

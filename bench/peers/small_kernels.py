@@ -1,8 +1,13 @@
 """What vLLM does around its products of experts, in Triton: silu(gate) * up, and the weighted sum over a row's slots."""
 
-import torch
-import triton
-import triton.language as tl
+try:
+    import torch
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise SystemExit(
+        f"bench/peers/small_kernels.py needs {error.name}, which is not installed here: pip install {error.name}"
+    ) from None
 
 COLUMNS = 512  # of a row that one program sums
 
@@ -34,3 +39,9 @@ def weigh(to: torch.Tensor, of: torch.Tensor, weight: torch.Tensor) -> None:
     """to [rows][width], of [rows * slots][width], weight fp32 [rows][slots]; width a multiple of COLUMNS"""
     rows, slots = weight.shape
     weigh_kernel[(to.shape[1] // COLUMNS, rows)](to, of, weight, slots, to.shape[1], COLUMNS)
+
+
+if __name__ == "__main__":
+    raise SystemExit(
+        "bench/peers/small_kernels.py measures nothing by itself: it is a part of bench/peers/experts.py, run that"
+    )
