@@ -73,12 +73,20 @@ compile_cuda() { # $1 source, $2 object
     sed -i "s#^[^:]*:#$2:#" "$2.d"
     mv "$2.tmp" "$2"
 }
+compile_and_tell() { # kernels take minutes: each that is done is named
+    compile "$1" && { [[ $1 != *.cu ]] || echo "  $1"; }
+}
 compile_all() { # sources; at most $jobs at once, the first failure ends it
-    local pids=() source
+    local todo=() kernels=0 source
     for source in "$@"; do
         stale "$source" "$(object "$source")" || continue
+        todo+=("$source")
+        [[ $source != *.cu ]] || kernels=$((kernels + 1))
+    done
+    [ $kernels = 0 ] || echo "compiling $kernels CUDA sources for$(printf ' sm_%s' "${archs[@]}"), $jobs at once: minutes where these are many"
+    for source in ${todo[@]+"${todo[@]}"}; do
         while [ "$(jobs -rp | wc -l)" -ge "$jobs" ]; do wait -n || exit 1; done
-        compile "$source" &
+        compile_and_tell "$source" &
     done
     while [ -n "$(jobs -rp)" ]; do wait -n || exit 1; done
     for source in "$@"; do [ -e "$(object "$source")" ] || { echo "not built: $source" >&2; exit 1; }; done

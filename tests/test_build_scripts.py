@@ -48,7 +48,8 @@ def run(tmp_path):
         said.unlink(missing_ok=True)
         done = subprocess.run([tree / script, *arguments], env={**env, **more}, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
-        return said.read_text().splitlines()
+        call.told = [line for line in done.stdout.splitlines() if line.startswith(("compiling", "  "))]
+        return said.read_text().splitlines() if said.exists() else []
 
     return call
 
@@ -98,6 +99,21 @@ def test_shares_are_dealt_of_the_chosen_tests():
     chosen = collected()
     assert len(chosen) == 4
     assert [collected("--share", f"{share}/2") for share in (1, 2)] == [chosen[::2], chosen[1::2]]
+
+
+def test_a_build_of_kernels_says_what_it_does_and_nothing_when_there_is_nothing(run, tmp_path):
+    tree = tmp_path / "tree"
+    (tree / "native" / "cuda" / "more.cu").touch()
+    run("build/make.sh", "cuda", ARCHS="90a 120f")
+    first, *files = run.told
+    assert first.startswith("compiling 2 CUDA sources for sm_90a sm_120f, 1 at once")
+    assert sorted(files) == ["  native/cuda/more.cu", "  native/cuda/op.cu"]
+    for obj in (tree / "build" / "out").glob("*.o.d"):
+        obj.write_text("it: build/make.sh\n")
+    run("build/make.sh", "cuda", ARCHS="90a 120f")
+    assert run.told == []
+    run("build/make.sh", "cpu")
+    assert run.told == []
 
 
 # ---- without a compiler, and with what is no architecture --------------------------------------------------------------------
