@@ -22,6 +22,9 @@ from kdctl.started import alive, held_back, on_its_way, remember, remembered
 LOG_LINES_ON_FAILURE = 20
 MAX_LOG_BYTES = 64 << 20
 POLL_S = 0.05
+# An interrupt that comes while a destructor runs is printed as a traceback and lost, and a Popen has a long one: no child's runs
+# before the end of the process, when interrupts end it quietly.
+_children: list[subprocess.Popen] = []
 
 
 def _paths(settings: Settings, flags: dict[str, Any], file: str | None) -> tuple[Any, Any]:
@@ -60,8 +63,9 @@ def spawn(settings: Settings, arguments: list[str], log: Path, cwd: str | None =
     package = str(Path(kd.__file__).resolve().parents[1])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])}
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    _children[:] = [child for child in _children if child.poll() is None]
     try:
-        return subprocess.Popen(
+        child = subprocess.Popen(
             [sys.executable, "-m", "kd", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=out,
@@ -71,6 +75,8 @@ def spawn(settings: Settings, arguments: list[str], log: Path, cwd: str | None =
             cwd=cwd,
             close_fds=True,
         )
+        _children.append(child)
+        return child
     finally:
         os.close(out)
 

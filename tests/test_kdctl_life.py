@@ -376,3 +376,17 @@ def test_a_signal_is_held_back_until_both_are_done():
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # a child is to inherit that
     finally:
         signal.signal(signal.SIGINT, former)
+
+
+def test_an_interrupt_while_a_child_is_let_go_is_no_traceback(kdctl, place, library, tmp_path):
+    """At the worst moment: in the destructor of what started the daemon."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import signal, subprocess\nsubprocess.Popen.__del__ = lambda self: signal.raise_signal(signal.SIGINT)\n"
+    )
+    env = {**ENV, "KD_SERVER_RUNTIME_DIR": str(place)}
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), ENV["PYTHONPATH"]])
+    command = [*COMMAND, "start", "--wait", "none"]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stderr == "" and done.stdout.startswith("starting, pid ")
+    assert done.returncode in (0, 130, -signal.SIGINT)
+    kdctl("stop", "--now")
