@@ -102,7 +102,7 @@ def test_another_thread_polls_on(library, folder, interrupts):
         while not stop.is_set():
             answered.append(len(engine.generate(PROMPT, max_tokens=6, ignore_eos=True).tokens))
 
-    thread = threading.Thread(target=ask)
+    thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     storm(interrupts, lambda: engine.poll(1), STORMS // 5)
     before = len(answered)

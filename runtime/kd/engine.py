@@ -301,15 +301,18 @@ class Engine(Loads):
                         return []
                     self._check_open()
                     if polled:
-                        self._changed.wait(min(left, _SLICE_S))
-                        continue
-                    self._polling = me
+                        bell = self._bells.mine()
+                    else:
+                        self._polling = me
+                if polled:
+                    self._bells.wait(bell, max(0.0, min(left, _SLICE_S)))
+                    continue
                 try:
                     self._poll_library(max(0.0, min(left, _SLICE_S)), most)
                 finally:
                     with self._lock:
                         self._polling = None
-                        self._changed.notify_all()
+                        self._bells.ring()
             asked = True
 
     def _poll_library(self, timeout_s: float, capacity: int) -> None:

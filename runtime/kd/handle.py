@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from contextlib import AbstractContextManager, nullcontext
+from queue import Empty, SimpleQueue
 from typing import Any, Self
 
 from kd import structs
@@ -48,6 +49,32 @@ class Calls:
                 pass
 
 
+class Bells:
+    """Wakes threads that wait: a queue for each, which waits in C. threading.Condition waits in Python, and an interrupt there may
+    find the lock given back and leave it so."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, SimpleQueue[None]] = {}
+
+    def mine(self) -> SimpleQueue[None]:
+        """The calling thread's. Who asks for it under the lock that ring() is called under misses no ring before it waits."""
+        return self._of.setdefault(threading.get_ident(), SimpleQueue())
+
+    def wait(self, bell: SimpleQueue[None], timeout_s: float) -> None:
+        """Until it was rung since mine()."""
+        try:
+            bell.get(timeout=timeout_s)
+        except Empty:
+            pass
+        finally:
+            self._of.pop(threading.get_ident(), None)
+
+    def ring(self) -> None:
+        for bell in list(self._of.values()):
+            if bell.empty():  # one that an interrupt has left is rung once
+                bell.put(None)
+
+
 class Handle:
     """What `Engine` is made on."""
 
@@ -58,9 +85,8 @@ class Handle:
         self._closer = threading.RLock()
         self._closing = False
         self._pid = os.getpid()
-        # Taken by `with` of the lock itself: an interrupt in the Python code of a Condition's own would leave it taken.
         self._lock = threading.RLock()  # guards what the classes made on this one hold
-        self._changed = threading.Condition(self._lock)  # some of it is not as it was
+        self._bells = Bells()  # rung when some of it is not as it was
 
     def _open(self, options: Any) -> None:
         out = ffi.new("kd_engine **")
@@ -89,7 +115,7 @@ class Handle:
                 return
             self._closing = True
             with self._lock:
-                self._changed.notify_all()
+                self._bells.ring()
             self._lib.kd_load_cancel(self._handle)
             self._calls.wait_for_others()
             handle, self._handle = self._handle, None
