@@ -251,8 +251,8 @@ Matrix read(const kd::Model& m, const std::string& name) {
 
 KD_PROBE const char* kd_probe_load_error(void) { return last_error.c_str(); }
 
-KD_PROBE uint64_t kd_probe_hash(const void* bytes, size_t n, size_t piece, uint64_t seed) {
-    kd::model::Hash hash(seed);
+KD_PROBE uint64_t kd_probe_hash(const void* bytes, size_t n, size_t piece) {
+    kd::model::Hash hash;
     for (size_t at = 0; at < n; at += piece)
         hash.add(static_cast<const char*>(bytes) + at, n - at < piece ? n - at : piece);
     return hash.value();

@@ -43,7 +43,7 @@ class Probe:
         u64, size, text, ptr = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_void_p
         lib.kd_probe_load_error.restype = text
         lib.kd_probe_hash.restype = u64
-        lib.kd_probe_hash.argtypes = [text, size, size, u64]
+        lib.kd_probe_hash.argtypes = [text, size, size]
         lib.kd_probe_json.argtypes = [text, size, text, size]
         lib.kd_probe_safetensors.argtypes = [text, size, u64, text, size]
         lib.kd_probe_index.argtypes = [text, size, text, size]
@@ -65,8 +65,8 @@ class Probe:
         self.check(call(*arguments, self.out, CAPACITY))
         return json.loads(self.out.value.decode())
 
-    def hash(self, data: bytes, piece: int = 1 << 30, seed: int = 0) -> int:
-        return self.lib.kd_probe_hash(data, len(data), piece, seed)
+    def hash(self, data: bytes, piece: int = 1 << 30) -> int:
+        return self.lib.kd_probe_hash(data, len(data), piece)
 
     def json(self, text: bytes):
         return self._text(self.lib.kd_probe_json, text, len(text))

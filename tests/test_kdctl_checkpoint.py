@@ -426,7 +426,7 @@ def test_convert_and_serve(capsys, library, folder, tmp_path):
             assert np.isfinite(engine.score(prompt)).all()
     assert found[0] == found[1]
     _, about = kdctl(capsys, "inspect", out)
-    assert (about["kind"], about["packed_tp"], about["packed_layout"]) == ("packed", 2, "2 cpu plain 1")
+    assert (about["kind"], about["packed_tp"], about["packed_layout"]) == ("packed", 2, "3 cpu plain 1")
     assert about["content_hash"] == f"{found[0][2]:016x}"
     assert faults(capsys, out) == []
     code, error = kdctl(capsys, "convert", folder, out)

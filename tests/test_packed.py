@@ -101,7 +101,7 @@ def test_the_files_are_safetensors(probe, packed):
         with safe_open(packed / f"packed-rank-{rank}.safetensors", "np") as file:
             about = file.metadata()
             assert (about["format"], about["tp"], about["rank"]) == ("kd-packed", "2", str(rank))
-            assert about["layout"] == "2 cpu plain 1"
+            assert about["layout"] == "3 cpu plain 1"
             parts = list(file.keys())
             assert {"vocabulary", "layers.0", "layers.2", "rope", "draft", "draft.layers.1", "draft.rope"} <= set(parts)
             sizes = [file.get_slice(part).get_shape()[0] for part in parts]
@@ -115,9 +115,9 @@ def test_the_layout_has_not_changed_unnoticed(packed):
     with safe_open(packed / RANK0, "np") as file:
         about = file.metadata()
     assert (about["layout"], about["fingerprint"], about["target_fingerprint"]) == (
-        "2 cpu plain 1",
-        "c719b9d827092e5a",
-        "0536240a345931b0",
+        "3 cpu plain 1",
+        "7e17a62df498b1d8",
+        "88566907128d8a9b",
     )
 
 
@@ -171,8 +171,8 @@ def rename_part(folder: Path) -> None:
 
 DAMAGE = {
     "another layout": (
-        metadata(layout="3 cpu plain 1"),
-        ["layout '3 cpu plain 1'", "needs '2 cpu plain 1'", "convert"],
+        metadata(layout="4 cpu plain 1"),
+        ["layout '4 cpu plain 1'", "needs '3 cpu plain 1'", "convert"],
     ),
     "another backend": (metadata(layout="1 cuda tiles 1"), ["layout '1 cuda tiles 1'", "convert"]),
     "another format": (metadata(format="pt"), ["format 'pt'"]),

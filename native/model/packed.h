@@ -4,7 +4,7 @@
 // packed-rank-<r>.safetensors has one U8 tensor for each part of the layout, in the layout's order, and in __metadata__ (text, all):
 // format "kd-packed"; layout (kPackedLayout and device::weight_layout()), tp, rank, bytes, fingerprint, target_bytes and
 // target_fingerprint (without the drafter): the layout, which must be this build's own; content_hash, target_hash, parameters, draft_parameters: as kd::model::Info, of the folder it was made
-// from; config_hash, draft_config_hash: of the config texts, which lie beside it; hashes: XXH64 in 16 hexadecimal digits of each
+// from; config_hash, draft_config_hash: of the config texts, which lie beside it; hashes: XXH3 in 16 hexadecimal digits of each
 // piece of kPieceBytes of each part, in order; header_hash: of all before the data, with zeros for these 16 digits.
 // Every byte that is read is compared with these.
 #pragma once
@@ -16,7 +16,7 @@
 namespace kd::model {
 
 constexpr int kPackedLayout =
-    2;  // raise it whenever plan.cpp puts something elsewhere, or these files change otherwise
+    3;  // raise it whenever plan.cpp puts something elsewhere, or these files change otherwise
 constexpr uint64_t kPieceBytes = uint64_t{16} << 20;
 
 std::string packed_name(int rank);  // of the file

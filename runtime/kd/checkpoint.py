@@ -477,7 +477,7 @@ def _compare_golden(
 
 def _content(places: list[_Place], follow_links: bool) -> tuple[int, int]:
     """(target_hash, content_hash) of what was read."""
-    hash_, values = xxhash.xxh64(), []
+    hash_, values = xxhash.xxh3_64(), []
     for place in places:
         hash_.update(read_bounded(place.folder / "config.json", MAX_CONFIG_BYTES, follow_links))
         hash_.update((sum(job.sum for job in place.weights) & (1 << 64) - 1).to_bytes(8, "little"))

@@ -33,7 +33,7 @@ class Segment:
 
 @dataclass
 class Digest:
-    """pieces: (end, BLAKE2b) of each, as `cut` has them. segments: XXH64 of each, as native/model/hash.h has it. wild: tensor ->
+    """pieces: (end, BLAKE2b) of each, as `cut` has them. segments: XXH3 of each, as native/model/hash.h has it. wild: tensor ->
     where its first NaN or infinity is."""
 
     sha256: str
@@ -95,7 +95,7 @@ class _Segments:
 
     def _next(self) -> None:
         self._now = next(self._left, None)
-        self._hash = xxhash.xxh64(self._now.before) if self._now else None
+        self._hash = xxhash.xxh3_64(self._now.before) if self._now else None
 
     def add(self, at: int, data: bytes) -> None:
         while self._now and self._hash and self._now.begin < at + len(data):

@@ -42,7 +42,7 @@ class Known:
         return f"{s.st_dev}:{s.st_ino}:{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}"
 
     def _key(self, path: str, segments: list[Segment]) -> str:
-        parts = xxhash.xxh64_intdigest(b"".join(b"%d %d %s\n" % (p.begin, p.end, p.before) for p in segments))
+        parts = xxhash.xxh3_64_intdigest(b"".join(b"%d %d %s\n" % (p.begin, p.end, p.before) for p in segments))
         return f"{self._file(path)}:{parts:016x}"
 
     def get(self, job: Job) -> Digest | None:

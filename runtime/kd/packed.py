@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from xxhash import xxh64_intdigest
+from xxhash import xxh3_64_intdigest
 
 from kd.files import read_bounded, why
 from kd.hashing import Segment
@@ -50,7 +50,7 @@ class Packed:
             if expected == 0:
                 continue
             try:
-                found = max(1, xxh64_intdigest(read_bounded(folder / name, MAX_CONFIG_BYTES, follow_links)))
+                found = max(1, xxh3_64_intdigest(read_bounded(folder / name, MAX_CONFIG_BYTES, follow_links)))
             except OSError as error:
                 yield name, "", -1, f"cannot be read ({why(error)})"
                 continue
@@ -82,7 +82,7 @@ def read_packed(path: Path, header: Header, follow_links: bool) -> Packed:
         os.close(fd)
     own = b'"header_hash":"%s"' % expected.encode()
     zeroed = text.replace(own, b'"header_hash":"%s"' % (b"0" * 16), 1)
-    if own not in text or f"{xxh64_intdigest(zeroed):016x}" != expected:
+    if own not in text or f"{xxh3_64_intdigest(zeroed):016x}" != expected:
         raise BadFile(f"bytes 0 to {header.begin} (its header) are not those that were written: {AGAIN}", "", 0)
     segments = [
         Segment(at, min(at + PACKED_PIECE_BYTES, part.end))

@@ -10,7 +10,7 @@ out=build/out/fuzz
 mkdir -p "$out"
 flags=(-std=c++20 -O1 -g1 -pthread -Wall -Wextra -Werror -Iinclude -Inative -Itests/fuzz -fno-omit-frame-pointer
        -fsanitize=address,undefined -fno-sanitize-recover=all)
-parts=(native/model/{json,safetensors,config,config_reader,files,plan}.cpp)
+parts=(native/model/{json,safetensors,config,config_reader,files,hash,plan}.cpp)
 fuzzer= # libFuzzer's compiler, if there is one that links with it
 for clang in clang++ clang++-{19..14}; do
     if command -v "$clang" >/dev/null && echo 'extern "C" int LLVMFuzzerTestOneInput(const char*, unsigned long) { return 0; }' |
