@@ -50,8 +50,8 @@ class Calls:
 
 
 class Bells:
-    """Wakes threads that wait: a queue for each, which waits in C. threading.Condition waits in Python, and an interrupt there may
-    find the lock given back and leave it so."""
+    """Wakes threads that wait: a queue for each, which waits in C. threading.Condition waits in Python, and an interrupt
+    there may find the lock given back and leave it so."""
 
     def __init__(self) -> None:
         self._of: dict[int, SimpleQueue[None]] = {}
