@@ -46,18 +46,26 @@ compile() {
     # shellcheck disable=SC2046
     "$CXX" "${flags[@]}" $(isa_flags "$1") $(page_flags "$1") -c "$1" -o "$obj.tmp" -MMD -MF "$obj.d" && mv "$obj.tmp" "$obj"
 }
-read -ra archs <<<"${ARCHS:-}"
-if [ ${#archs[@]} = 0 ] && command -v nvidia-smi >/dev/null; then # 9.0 -> 90a, 12.0 -> 120f
-    mapfile -t archs < <(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | sort -u |
-                             sed 's/^90$/90a/; s/^10[03]$/100f/; s/^12[01]$/120f/')
-fi
-[ ${#archs[@]} -gt 0 ] || archs=(90a 120f)
-[ "${archs[*]}" != all ] || archs=(80 89 90a 100f 120f)
-known=' 80 86 87 88 89 90 90a 100 100a 100f 103 103a 103f 110 110a 110f 120 120a 120f 121 121a 121f '
-for arch in "${archs[@]}"; do
-    [[ $known == *" $arch "* ]] || { echo "build/make.sh: ARCHS=\"$ARCHS\": '$arch' is no architecture that kd can be built for; give some of these, with spaces between:$known(90a: an H200; 120f: an RTX PRO 6000), or all" >&2; exit 64; }
-done
-mapfile -t archs < <(printf '%s\n' "${archs[@]}" | awk '!seen[$0]++')
+choose_archs() { # what to make machine code for: only the CUDA targets ask
+    local wanted all=(80 89 90a 100f 120f) arch
+    local known=' 80 86 87 88 89 90 90a 100 100a 100f 103 103a 103f 110 110a 110f 120 120a 120f 121 121a 121f '
+    archs=()
+    read -ra wanted <<<"${ARCHS:-}"
+    for arch in ${wanted[@]+"${wanted[@]}"}; do
+        if [ "$arch" = all ]; then archs+=("${all[@]}"); continue; fi
+        [[ $known == *" $arch "* ]] || { echo "build/make.sh: ARCHS=\"$ARCHS\": '$arch' is no architecture that kd can be built for; give some of these, with spaces between:$known(90a: an H200; 120f: an RTX PRO 6000), or all" >&2; exit 64; }
+        archs+=("$arch")
+    done
+    if [ ${#archs[@]} = 0 ] && command -v nvidia-smi >/dev/null; then # 9.0 -> 90a, 12.0 -> 120f; without a driver it prints sentences
+        mapfile -t archs < <(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sed -n 's/^\([0-9]*\)\.\([0-9]\)$/\1\2/p' |
+                                 sed 's/^90$/90a/; s/^10[03]$/100f/; s/^12[01]$/120f/')
+        for arch in ${archs[@]+"${archs[@]}"}; do
+            [[ $known == *" $arch "* ]] || { echo "build/make.sh: a GPU here is of compute capability ${arch%?}.${arch: -1}, which kd has no kernels for; ARCHS=\"90a\" builds for an H200, ARCHS=all for every GPU that kd knows" >&2; exit 69; }
+        done
+    fi
+    [ ${#archs[@]} -gt 0 ] || archs=(90a 120f)
+    mapfile -t archs < <(printf '%s\n' "${archs[@]}" | awk '!seen[$0]++')
+}
 nvcc_flags() {
     local a
     for a in "${archs[@]}"; do echo "-gencode arch=compute_$a,code=sm_$a"; done
@@ -103,9 +111,11 @@ link() { # library, what it exports, sources...
     fi
 }
 
-find_nvcc() {
+need_cuda() {
+    choose_archs
     NVCC=${NVCC:-$(command -v nvcc || ls .venv/lib/python3*/site-packages/nvidia/cu13/bin/nvcc 2>/dev/null || true)}
     [ -n "$NVCC" ] || { echo "build/make.sh: no CUDA compiler (nvcc) here, so the CUDA twin is not built; the CPU twin needs none" >&2; exit 69; }
+    command -v "$NVCC" >/dev/null || { echo "build/make.sh: NVCC=\"$NVCC\" is no program; name the CUDA compiler, or leave NVCC out to have it looked for" >&2; exit 69; }
     cudart=$("$NVCC" --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#\$ TOP=//p') # nvcc may be a script that calls another
 }
 link_cuda() { # library, what it exports, sources...
@@ -132,9 +142,9 @@ for target in "${@:-cpu}"; do
              link "$out/libkd_cpu.so" "global: kd_*; local: *;" "${pages[@]}" "${cpu[@]}" ;;
         test) compile_all "${pages[@]}" "${cpu[@]}" "${probes[@]}" "${cpu_probes[@]}"
               link "$out/libkd_cpu_test.so" "global: *;" "${pages[@]}" "${cpu[@]}" "${probes[@]}" "${cpu_probes[@]}" ;;
-        cuda) find_nvcc; compile_all "${pages[@]}" "${cuda[@]}"
+        cuda) need_cuda; compile_all "${pages[@]}" "${cuda[@]}"
               link_cuda "$out/libkd_cuda.so" "global: kd_*; local: *;" "${pages[@]}" "${cuda[@]}" ;;
-        cuda-test) find_nvcc; compile_all "${pages[@]}" "${cuda[@]}" "${probes[@]}" "${cuda_probes[@]}"
+        cuda-test) need_cuda; compile_all "${pages[@]}" "${cuda[@]}" "${probes[@]}" "${cuda_probes[@]}"
                    link_cuda "$out/libkd_cuda_test.so" "global: *;" "${pages[@]}" "${cuda[@]}" "${probes[@]}" "${cuda_probes[@]}" ;;
         *) echo "build/make.sh: no target '$target' (cpu, test, cuda, cuda-test)" >&2; exit 64 ;;
     esac

@@ -365,8 +365,8 @@ typedef struct kd_request {
 /* Queue a request; *id names it from now on (never 0, never reused). Everything in `request` is copied. [any] */
 int32_t kd_submit(kd_engine *engine, const kd_request *request, uint64_t *id);
 
-/* End a request between two rounds. KD_OK: it will end with KD_E_CANCELLED; KD_E_DONE: it had ended already;
- * KD_E_NOT_FOUND: the engine does not know it (any more). Idempotent. [any] */
+/* End a request between two rounds; does not wait for that. KD_OK: it will end with KD_E_CANCELLED; KD_E_DONE: it had ended or
+ * been cancelled already; KD_E_NOT_FOUND: there never was such a request. [any] */
 int32_t kd_cancel(kd_engine *engine, uint64_t id);
 
 /* Let a request produce `events` more events. At zero it sits out of rounds and keeps its pages. [any] */

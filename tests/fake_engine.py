@@ -399,6 +399,7 @@ class FakeEngine:
             return out
 
     def builders(self):
+        self._check()
         return [
             {"name": n, "description": f"fake {n}", "in_force": n == self.builder, "budget": self.budget, "streams": 0}
             for n in ("none", "chain", "heap")

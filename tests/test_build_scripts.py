@@ -148,7 +148,7 @@ def test_the_line_about_cuda_starts_nothing(tmp_path):
     assert line().startswith("CUDA: nvcc")
 
 
-@pytest.mark.parametrize("archs", ["foo", "90x", "9.0", "sm_90a", "all 90a", "90a,120f", "75", "80/../x"])
+@pytest.mark.parametrize("archs", ["foo", "90x", "9.0", "sm_90a", "all 75", "90a,120f", "75", "80/../x"])
 def test_what_is_no_architecture_is_told_with_those_that_are(archs):
     done = subprocess.run(
         [ROOT / "build/make.sh", "cuda"], env={**os.environ, "ARCHS": archs}, capture_output=True, text=True
@@ -160,3 +160,45 @@ def test_what_is_no_architecture_is_told_with_those_that_are(archs):
 def test_an_architecture_named_twice_is_compiled_once(run):
     (kernel,) = compiled(run("build/make.sh", "cuda", ARCHS="90a 120f 90a"), "nvcc", "native/cuda/op.cu")
     assert kernel.count("code=sm_90a ") == 1 and kernel.index("compute_90a") < kernel.index("compute_120f")
+
+
+GPUS = {  # what nvidia-smi prints -> its exit status and what is compiled for; none: refused
+    "9.0\n9.0\n12.0": (0, "90a 120f"),
+    "6.1": (0, None),
+    "9.0\n7.5": (0, None),
+    "13.0": (0, None),
+    "[N/A]": (0, "90a 120f"),
+    "No devices were found": (6, "90a 120f"),
+    "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.": (9, "90a 120f"),
+}
+
+
+@pytest.mark.parametrize("printed", GPUS)
+def test_the_gpus_here_are_asked_after_by_builds_for_them_alone(run, tmp_path, printed):
+    status, archs = GPUS[printed]
+    (tmp_path / "smi").mkdir()
+    smi = tmp_path / "smi" / "nvidia-smi"
+    smi.write_text(f'#!/bin/bash\ncat <<"END"\n{printed}\nEND\nexit {status}\n')
+    smi.chmod(0o755)
+    path = {"PATH": f"{smi.parent}:{os.environ['PATH']}"}
+    for more in ({"ARCHS": ""}, {"ARCHS": "foo"}):
+        assert run("build/make.sh", "cpu", "test", BUILD_OUT=f"of/{more['ARCHS'] or 'none'}", **path, **more)
+    if archs:
+        (kernel,) = compiled(run("build/make.sh", "cuda", ARCHS="", **path), "nvcc", "native/cuda/op.cu")
+        assert [f"code=sm_{arch}" in kernel for arch in ("90a", "120f")] == [arch in archs for arch in ("90a", "120f")]
+        assert kernel.count("code=sm_") == len(archs.split())
+        return
+    tree, other = (
+        tmp_path / "tree",
+        {**os.environ, **path, "NVCC": str(tmp_path / "nvcc"), "TOP": "/", "SAID": "/dev/null"},
+    )
+    other.pop("ARCHS", None)
+    done = subprocess.run([tree / "build/make.sh", "cuda"], env=other, capture_output=True, text=True)
+    assert done.returncode == 69 and done.stderr.count("\n") == 1, done.stderr
+    assert f"of compute capability {printed.splitlines()[-1]}, which kd has no kernels for" in done.stderr
+
+
+def test_a_compiler_that_is_no_program_is_named():
+    env = {**os.environ, "NVCC": "/nonexistent/nvcc", "ARCHS": "90a"}
+    done = subprocess.run([ROOT / "build/make.sh", "cuda"], env=env, capture_output=True, text=True)
+    assert done.returncode == 69 and done.stderr.count("\n") == 1 and 'NVCC="/nonexistent/nvcc"' in done.stderr

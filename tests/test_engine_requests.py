@@ -117,6 +117,19 @@ def test_cancel(engine):
     assert engine.cancel(0) == engine.cancel(request + 10_000) == "not_found"
 
 
+def test_what_a_cancel_was_told_stays_true(engine):
+    """It does not wait, so the request may come to its own end meanwhile."""
+    told = {"cancelled": 0, "already_done": 0}
+    for i in range(300):
+        request = engine.submit([1, 2, 3], max_tokens=1 + i % 3, ignore_eos=True)
+        time.sleep(i % 30 / 10_000)
+        answer = engine.cancel(request)
+        end = drain(engine, [request])[request][-1]
+        assert (end.finish, end.status) == (("cancelled", -26) if answer == "cancelled" else ("length", 0))
+        told[answer] += 1
+    assert min(told.values()) > 10
+
+
 def test_drain_refuses_and_admits(engine):
     engine.drain()
     try:

@@ -1,6 +1,7 @@
 """What happens when something breaks inside: the first fatal cause is kept, every request ends with it, nothing hangs."""
 
 import ctypes
+import threading
 import time
 
 import pytest
@@ -71,6 +72,31 @@ def test_a_frozen_engine_still_answers(probe, test_library, small3):
         while not events or events[-1].type != "end":
             events += engine.poll(10_000)
         assert {e.id for e in events} == {id} and events[-1].finish == "length"
+
+
+def test_cancelling_waits_for_no_round(probe, test_library, small3):
+    """A server's thread that waited would answer nobody else meanwhile. What was told stays true."""
+    go = ctypes.c_int(0)
+    with kd.Engine(small3, library=test_library) as engine:
+        assert [e.type for e in engine.poll(1000)] == ["load"]
+        probe.kd_probe_freeze(pointer(engine), ctypes.byref(go))
+        told: list[str] = []
+        try:
+            ids = [engine.submit([1, 2, 3], max_tokens=3, ignore_eos=True) for _ in range(3)]
+            thread = threading.Thread(
+                target=lambda: told.extend(engine.cancel(id) for id in (ids[0], ids[0], ids[2], 0, 99)), daemon=True
+            )
+            thread.start()
+            thread.join(10)
+            assert told == ["cancelled", "already_done", "cancelled", "not_found", "not_found"]
+        finally:
+            go.value = 1
+        ended = {}
+        while len(ended) < 3:
+            ended |= {e.id: e for e in engine.poll(10_000) if e.type == "end"}
+        assert [ended[id].finish for id in ids] == ["cancelled", "length", "cancelled"]
+        assert [kd.native.status_names[ended[id].status] for id in ids] == ["KD_E_CANCELLED", "KD_OK", "KD_E_CANCELLED"]
+        assert engine.stats()["cancelled"] == 2 and engine.stats()["finished"] == 1
 
 
 @pytest.mark.parametrize("what", ["fails", "cycle", "token", "siblings", "too many", "elsewhere"])

@@ -15,6 +15,10 @@ import pytest
 from fake_model import SMALL3, write_model
 from load_probe import DRAFT_NONE, DRAFT_PATH, KD_E_CANCELLED, KD_E_IO, KD_OK, Probe, refused
 from safetensors import safe_open
+from xxhash import xxh3_64_hexdigest
+
+from kd import KdError
+from kd.checkpoint import inspect
 
 RANK0 = "packed-rank-0.safetensors"
 SIDE = ("config.json", "generation_config.json", "draft/config.json")
@@ -135,6 +139,17 @@ def edit_header(path: Path, change) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
+def resign(path: Path) -> None:
+    """The header's own hash anew."""
+    header, begin = header_of(path)
+    data = path.read_bytes()[begin:]
+    header["__metadata__"]["header_hash"] = "0" * 16
+    text = json.dumps(header, separators=(",", ":")).encode()
+    zeroed = struct.pack("<Q", len(text)) + text
+    own = b'"header_hash":"'
+    path.write_bytes(zeroed.replace(own + b"0" * 16, own + xxh3_64_hexdigest(zeroed).encode()) + data)
+
+
 def metadata(**values):
     def change(folder: Path) -> None:
         edit_header(folder / RANK0, lambda h: h["__metadata__"].update(values))
@@ -215,8 +230,39 @@ def test_what_does_not_fit_is_refused(probe, folder, case):
     refused(lambda: probe.load(folder, tp=2), *words)
 
 
+@pytest.mark.parametrize("case", sorted({*DAMAGE} - {"another layout", "another backend"}))
+def test_inspect_refuses_what_a_load_does(library, folder, case):
+    damage, words = DAMAGE[case]
+    assert inspect(folder)["files"] == 2
+    damage(folder)
+    with pytest.raises(KdError) as error:
+        inspect(folder)
+    assert all(word in str(error.value) for word in words)
+
+
+OF_ANOTHER = {
+    "cut": lambda f: os.truncate(f, f.stat().st_size - 1),
+    "no file of weights": lambda f: f.write_bytes(b"x"),
+    "another rank's": lambda f: shutil.copy(f.with_name(RANK0), f),
+    "missing": lambda f: f.unlink(),
+    "header": lambda f: edit_header(f, lambda h: h["__metadata__"].update(bytes="1")),
+}
+
+
+@pytest.mark.parametrize("case", OF_ANOTHER)
+def test_inspect_looks_at_every_file_of_another_backend(library, folder, case):
+    """As far as it can be told without its layout."""
+    for file in folder.glob("packed-rank-*"):
+        edit_header(file, lambda h: h["__metadata__"].update(layout="3 cuda tiles 1"))
+        resign(file)
+    assert inspect(folder)["packed_layout"] == "3 cuda tiles 1"
+    OF_ANOTHER[case](folder / "packed-rank-1.safetensors")
+    with pytest.raises(KdError, match="packed-rank-1"):
+        inspect(folder)
+
+
 def test_another_number_of_ranks_is_refused(probe, folder):
-    refused(lambda: probe.load(folder, tp=1), "tp '2'", "needs '1'", "kdctl convert")
+    refused(lambda: probe.load(folder, tp=1), "for tp 2, not for tp 1", "run it with tp 2", "kdctl convert --tp 1")
 
 
 def test_a_drafter_from_elsewhere_is_refused(probe, folder, small):

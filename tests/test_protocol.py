@@ -102,7 +102,7 @@ def test_error_numbers_are_unique():
 
 
 def map_frame(body: bytes) -> list[bytes]:
-    return [wire.TAG, msgpack.packb({"t": "PING", "id": bytes(16)}), body]
+    return [wire.TAG, msgpack.packb({"t": "PING", "id": b"i" * 16}), body]
 
 
 BOMBS = {
@@ -194,7 +194,9 @@ def test_error_bodies_fit_a_reply():
         (b"\xc1", "begins no value"),
         (b"\x80\x80", "after the end"),
         (b"\x81\xa1x", "incomplete"),
-        (b"\x81\x01\x02", "map key"),
+        (b"\x81\x01\x02", "a map's key is not str"),
+        (b"\x81\xa1x\xdc\xff\xff", "65535 in one array, where 1024 is the most"),
+        (b"\x81\xa1x\xd5\x01\x00\x00", "an extension type"),
         (b"\x81\xa1x\xa1\xff", "utf-8"),
         (b"", "incomplete"),
     ],
@@ -204,3 +206,11 @@ def test_malformed_says_why(body, words):
         protocol.decode(map_frame(body), "serve")
     assert caught.value.name == "MALFORMED"
     assert words in caught.value.message, caught.value.message
+
+
+def test_an_id_of_zeros_names_no_request():
+    frames = protocol.encode("GENERATE", bytes(16), {"prompt": "x"})
+    with pytest.raises(ProtocolError, match="an id of zeros is reserved") as caught:
+        protocol.decode(frames, "serve")
+    assert caught.value.name == "MALFORMED" and caught.value.ident == bytes(16)
+    assert protocol.decode(protocol.encode("BEAT", bytes(16), {}), "reply")[0] == "BEAT"

@@ -52,8 +52,8 @@ def start(tmp_path, test_library, small3):
         daemon.kill()
 
 
-def break_rank(daemon: Daemon, rank: int, fault: int) -> tuple[int, str, float]:
-    """Have a rank break while streams decode: (exit status, how the streams ended, seconds it took)."""
+def break_rank(daemon: Daemon, rank: int, fault: int) -> tuple[int, str, float, set]:
+    """Have a rank break while streams decode: (exit status, how the streams ended, seconds it took, what they were told)."""
     with daemon.client() as client:
         streams = [client.stream([1, 2, 3 + i], max_tokens=1000) for i in range(3)]
         rows = [iter(stream) for stream in streams]
@@ -71,12 +71,13 @@ def break_rank(daemon: Daemon, rank: int, fault: int) -> tuple[int, str, float]:
                 for _ in row:
                     pass
             how = "|".join(f"{s.result.finish} {s.result.error}" for s in streams)
+            said = {s.result.message for s in streams}
         except KdClientError as error:
-            how = error.name
+            how, said = error.name, set()
         status = daemon.end()
         took = time.monotonic() - began
     assert not [child for child in children if child.is_running()]
-    return status, how, took
+    return status, how, took, said
 
 
 def starts_again(start, tp: int) -> Daemon:
@@ -97,12 +98,13 @@ def told(daemon: Daemon, level: str) -> list[str]:
 @pytest.mark.parametrize("fault", [EXCEPTION, BROKEN_DEVICE, HANG], ids=["exception", "device", "hang"])
 def test_one_message_names_rank_and_step(start, tp, rank, fault):
     daemon = start(tp)
-    status, how, took = break_rank(daemon, rank, fault)
+    status, how, took, said = break_rank(daemon, rank, fault)
     assert status == 70
     assert how in ("error FATAL|error FATAL|error FATAL", "CLOSED", "LOST")
     [message] = told(daemon, "error")
     assert re.search(rf"\brank {rank}\b.* in step \d+ \(verify\)", message), message
     assert ("server.rank_stall_timeout_ms" in message) == (fault == HANG)
+    assert all(message.endswith(words) for words in said) and "open it again" not in message
     assert took < SECONDS
     assert not [m for m in told(starts_again(start, tp), "warning") if "before this one" in m]
 
@@ -110,7 +112,7 @@ def test_one_message_names_rank_and_step(start, tp, rank, fault):
 @pytest.mark.parametrize("tp, rank", RANKS)
 def test_after_sigsegv_the_next_start_names_thread_rank_and_step(start, tp, rank):
     daemon = start(tp)
-    status, _, took = break_rank(daemon, rank, SEGFAULT)
+    status, _, took, _ = break_rank(daemon, rank, SEGFAULT)
     assert status == -signal.SIGSEGV
     assert took < SECONDS
     assert "Fatal Python error: Segmentation fault" in daemon.log()

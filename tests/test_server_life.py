@@ -310,6 +310,9 @@ def test_a_wedged_engine_is_not_live_while_everything_still_answers(start, tmp_p
         pong = until(lambda: (p := other.ping())["live"] is False and p)
         assert pong["turn_age_us"] >= 1_000_000 and not pong["ready"]
         assert other.status()["live"] is False and len(other.ps()) == 1
+        with pytest.raises(KdClientError, match=r"no progress for \d+ s: retry") as caught:
+            other.generate([1])
+        assert caught.value.name == "NOT_READY"
         assert daemon.end(timeout_s=20) == 70
     assert any("no progress" in r.get("reason", "") for r in daemon.records())
 
@@ -347,7 +350,11 @@ def test_a_fatal_engine_fails_streams_and_exits_70_whatever_follows(start, tmp_p
         fatal.touch()
         for _ in it:
             pass
-        assert (stream.result.finish, stream.result.error) == ("error", "FATAL")
+        assert (stream.result.finish, stream.result.error, stream.result.message) == (
+            "error",
+            "FATAL",
+            "injected fault",
+        )
     assert daemon.end(then) == 70
 
 

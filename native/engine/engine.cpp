@@ -136,6 +136,10 @@ uint64_t Engine::submit(std::unique_ptr<Request> request) {
         check_builder(registry_.get(request->builder.c_str()), request->budget, m.draft_layers > 0);
     request->be_for(m);
     const uint64_t id = request->id = next_id_++;
+    {
+        std::lock_guard lock(inbox_mutex_);
+        open_.emplace(id, false);
+    }
     queued_++;
     post([this, r = std::shared_ptr<Request>(std::move(request))]() mutable {
         waiting_.push_back(std::make_unique<Request>(std::move(*r)));
@@ -154,18 +158,28 @@ uint64_t Engine::submit(std::unique_ptr<Request> request) {
     return id;
 }
 
+// Waits for no round: whoever serves many clients cancels for one while it answers the others.
 void Engine::cancel(uint64_t id) {
     check_alive();
-    call([&] {
-        if (Request* request = find(id)) {
-            end(*request, KD_E_CANCELLED);
-            retire();
-        } else if (id && id < next_id_) {
+    if (id == 0 || id >= next_id_)
+        fail(KD_E_NOT_FOUND, "there is no request %llu", static_cast<unsigned long long>(id));
+    {
+        std::lock_guard lock(inbox_mutex_);
+        const auto found = open_.find(id);
+        if (found == open_.end() || found->second)
             fail(KD_E_DONE, "request %llu has ended already", static_cast<unsigned long long>(id));
-        } else {
-            fail(KD_E_NOT_FOUND, "there is no request %llu", static_cast<unsigned long long>(id));
-        }
+        found->second = true;
+    }
+    post([this, id] {
+        if (Request* request = find(id)) end(*request, KD_E_CANCELLED);
+        retire();
     });
+}
+
+bool Engine::close_request(uint64_t id) {
+    std::lock_guard lock(inbox_mutex_);
+    const auto closed = open_.extract(id);
+    return !closed.empty() && closed.mapped();
 }
 
 void Engine::credit(uint64_t id, uint32_t events) {

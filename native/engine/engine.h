@@ -168,6 +168,7 @@ class Engine {
     uint64_t next_deadline_us() const;
     void emit(Request& request);
     void end(Request& request, int status);
+    bool close_request(uint64_t id);  // it ends now; whether somebody was told that it ends as cancelled
     void push(Request& request, int type, int finish, int status, int n_tokens, std::string_view text);
     void show();
     void retire();
@@ -226,7 +227,8 @@ class Engine {
     std::condition_variable inbox_wake_;
     std::vector<std::function<void()>> inbox_;
     std::vector<Grant> grants_;
-    std::atomic<bool> wanted_{false};  // there are commands: a run of rounds is to end
+    std::unordered_map<uint64_t, bool> open_;  // requests that have not ended -> whether they are to end as cancelled
+    std::atomic<bool> wanted_{false};          // there are commands: a run of rounds is to end
     bool inbox_closed_ = false;
     std::atomic<bool> asleep_{false};  // the engine thread is, or is about to be
     std::atomic<uint64_t> polled_{0};  // calls of poll() that took events

@@ -325,8 +325,10 @@ void Engine::emit(Request& r) {
     counters_.tokens += n;
     if (finish != KD_FINISH_NONE) {
         r.text.finish(text);
-        push(r, KD_EVENT_END, finish, KD_OK, n, text);
-        counters_.finished++;
+        const bool cancelled = close_request(r.id);
+        push(r, KD_EVENT_END, cancelled ? int{KD_FINISH_CANCELLED} : finish, cancelled ? int{KD_E_CANCELLED} : KD_OK, n,
+             text);
+        (cancelled ? counters_.cancelled : counters_.finished)++;
         r.ended = true;
         return;
     }
@@ -337,6 +339,7 @@ void Engine::emit(Request& r) {
 // Ends a request that did not come to its own end.
 void Engine::end(Request& r, int status) {
     if (r.ended) return;
+    if (close_request(r.id)) status = KD_E_CANCELLED;
     const int finish = status == KD_E_CANCELLED ? KD_FINISH_CANCELLED : KD_FINISH_ERROR;
     std::string text;
     r.text.finish(text);

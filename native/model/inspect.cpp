@@ -134,10 +134,11 @@ std::string inspect(const std::string& path, const DraftChoice& choice, Links li
     Object j;
     j.text("path", path).text("kind", o->about ? "packed" : "published").raw("target", shape(o->config));
     j.number("parameters", o->info.parameters).list("stop_ids", o->info.stop_ids);
-    uint64_t file_bytes = 0, tensors = 0;
+    uint64_t files = o->files.files.size(), file_bytes = 0, tensors = 0;
+    if (o->about) files = o->about->files, file_bytes = o->about->file_bytes, tensors = o->about->tensors;
     for (const auto& file : o->files.files) file_bytes += file->bytes;
     for (const auto& header : o->files.headers) tensors += header.tensors.size();
-    j.number("files", static_cast<uint64_t>(o->files.files.size())).number("file_bytes", file_bytes);
+    j.number("files", files).number("file_bytes", file_bytes);
     j.number("tensors", tensors).raw("bytes", by_kind(o->plan));
     j.number("skipped_tensors", static_cast<uint64_t>(o->plan.skipped.size()));
     j.number("skipped_bytes", o->plan.skipped_bytes);

@@ -43,7 +43,7 @@ uint64_t hash_of(const std::string& text) {
 void open_parts(Opening& o, const Folder& folder, const DraftChoice& choice, int tp,
                 const std::function<void()>& pause) {
     const bool look_only = tp == kLookOnly, packed = is_packed(folder);
-    if (packed) o.about = std::make_unique<PackedAbout>(about_packed(folder, look_only));
+    if (packed) o.about = std::make_unique<PackedAbout>(about_packed(folder));
     if (look_only) tp = packed ? o.about->tp : 1;
     Layout layout;
     Model sketch;
@@ -87,7 +87,10 @@ void open_parts(Opening& o, const Folder& folder, const DraftChoice& choice, int
     o.packing.config_hash = hash_of(o.config_text);
     o.packing.draft_config_hash = o.draft ? hash_of(o.draft->config_text) : 0;
     if (!packed) return;
-    if (!look_only) o.packed = std::make_unique<Packed>(folder, o.packing, tp);
+    if (look_only)
+        look_at_packed(folder, o.packing, *o.about);
+    else
+        o.packed = std::make_unique<Packed>(folder, o.packing, tp);
     const Info& found = look_only ? o.about->info : o.packed->info();
     o.info.parameters = found.parameters;
     o.info.draft_parameters = found.draft_parameters;

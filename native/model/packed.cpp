@@ -90,10 +90,9 @@ bool is_packed(const Folder& folder) {
     return false;
 }
 
-PackedAbout about_packed(const Folder& folder, bool check) {
+PackedAbout about_packed(const Folder& folder) {
     const auto file = folder.open(packed_name(0));
-    const safetensors::Header header = read_header(*file);
-    const Metadata& m = header.metadata;
+    const Metadata m = read_header(*file).metadata;
     must_be(m, "format", kFormat, file->path);
     PackedAbout about;
     const uint64_t tp = number(m, "tp", file->path, 10);
@@ -101,12 +100,58 @@ PackedAbout about_packed(const Folder& folder, bool check) {
     about.tp = static_cast<int>(tp);
     about.layout = printable(member(m, "layout", file->path), 60);
     about.draft = number(m, "draft_config_hash", file->path, 16) != 0;
-    about.info.parameters = number(m, "parameters", file->path, 10);
-    about.info.draft_parameters = number(m, "draft_parameters", file->path, 10);
-    about.info.content_hash = number(m, "content_hash", file->path, 16);
-    about.info.target_hash = number(m, "target_hash", file->path, 16);
-    if (check) check_header(*file, header);
     return about;
+}
+
+namespace {
+
+struct RankFile {
+    std::unique_ptr<File> file;
+    safetensors::Header header;
+    Info info;  // counts of parameters and hashes
+};
+
+// Everything that can be said of a rank's file without this build's layout.
+RankFile open_rank(const Folder& folder, const Packing& p, const std::string& layout, int tp, int rank) {
+    RankFile r{folder.open(packed_name(rank)), {}, {}};
+    const std::string& where = r.file->path;
+    r.header = read_header(*r.file);
+    const Metadata& m = r.header.metadata;
+    must_be(m, "format", kFormat, where);
+    must_be(m, "layout", layout, where);
+    if (const uint64_t packed = number(m, "tp", where, 10); packed != static_cast<uint64_t>(tp))
+        refuse(where, "was packed for tp " + std::to_string(packed) + ", not for tp " + std::to_string(tp) +
+                          "; run it with tp " + std::to_string(packed) +
+                          ", or convert the checkpoint that it was made of with `kdctl convert --tp " +
+                          std::to_string(tp) + "`");
+    must_be(m, "rank", std::to_string(rank), where);
+    const bool draft = p.draft_config_hash != 0;
+    if (number(m, "config_hash", where, 16) != p.config_hash ||
+        (draft && number(m, "draft_config_hash", where, 16) != p.draft_config_hash))
+        refuse(where, "was packed with another config.json than the one beside it; convert the checkpoint again");
+    r.info.parameters = number(m, "parameters", where, 10);
+    if (draft) r.info.draft_parameters = number(m, "draft_parameters", where, 10);
+    r.info.content_hash = number(m, draft ? "content_hash" : "target_hash", where, 16);
+    r.info.target_hash = number(m, "target_hash", where, 16);
+    return r;
+}
+
+void must_be_of_one(const Info& first, const RankFile& r) {
+    if (r.info.content_hash != first.content_hash)
+        refuse(r.file->path, "was packed from another checkpoint than " + packed_name(0) + "; convert it again");
+}
+
+}  // namespace
+
+void look_at_packed(const Folder& folder, const Packing& packing, PackedAbout& about) {
+    if (about.layout == layout_name()) Packed(folder, packing, about.tp);
+    for (int rank = 0; rank < about.tp; ++rank) {
+        const RankFile r = open_rank(folder, packing, about.layout, about.tp, rank);
+        if (rank == 0) about.info = r.info;
+        must_be_of_one(about.info, r);
+        check_header(*r.file, r.header);
+        about.files += 1, about.file_bytes += r.file->bytes, about.tensors += r.header.tensors.size();
+    }
 }
 
 Packed::Packed(const Folder& folder, const Packing& packing, int tp) : parts_(packing.parts) {
@@ -116,29 +161,16 @@ Packed::Packed(const Folder& folder, const Packing& packing, int tp) : parts_(pa
 }
 
 void Packed::open(const Folder& folder, const Packing& p, int tp, int rank) {
-    files_.push_back(folder.open(packed_name(rank)));
+    RankFile r = open_rank(folder, p, layout_name(), tp, rank);
+    if (rank == 0) info_ = r.info;
+    must_be_of_one(info_, r);
+    const safetensors::Header& header = r.header;
+    files_.push_back(std::move(r.file));
     const std::string& where = files_.back()->path;
-    const safetensors::Header header = read_header(*files_.back());
     const Metadata& m = header.metadata;
-    must_be(m, "format", kFormat, where);
-    must_be(m, "layout", layout_name(), where);
-    must_be(m, "tp", std::to_string(tp), where);
-    must_be(m, "rank", std::to_string(rank), where);
     const bool draft = p.draft_config_hash != 0;
-    if (number(m, "config_hash", where, 16) != p.config_hash ||
-        (draft && number(m, "draft_config_hash", where, 16) != p.draft_config_hash))
-        refuse(where, "was packed with another config.json than the one beside it; convert the checkpoint again");
     must_be(m, draft ? "bytes" : "target_bytes", std::to_string(p.bytes), where);
     must_be(m, draft ? "fingerprint" : "target_fingerprint", hex(p.fingerprint), where);
-
-    Info info;
-    info.parameters = number(m, "parameters", where, 10);
-    if (draft) info.draft_parameters = number(m, "draft_parameters", where, 10);
-    info.content_hash = number(m, draft ? "content_hash" : "target_hash", where, 16);
-    info.target_hash = number(m, "target_hash", where, 16);
-    if (rank != 0 && info.content_hash != info_.content_hash)
-        refuse(where, "was packed from another checkpoint than " + packed_name(0) + "; convert it again");
-    info_ = info;
 
     const std::string& hashes = member(m, "hashes", where);
     data_begin_.push_back(header.data_begin);

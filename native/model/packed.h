@@ -23,15 +23,19 @@ std::string packed_name(int rank);  // of the file
 
 // Whether the folder is a packed one, perhaps with files missing.
 bool is_packed(const Folder& folder);
-// What the first rank's file says of itself.
 struct PackedAbout {
+    // What the first rank's file says of itself.
     int tp = 0;
     std::string layout;
     bool draft = false;
+    // By look_at_packed().
     Info info;  // counts of parameters and hashes
+    uint64_t files = 0, file_bytes = 0, tensors = 0;
 };
-// `check`: with the header's own hash, which Packed does where the files are opened.
-PackedAbout about_packed(const Folder& folder, bool check);
+PackedAbout about_packed(const Folder& folder);
+// What Packed refuses is refused, of files for another backend as far as it can be told without their layout. `packing`: this
+// build's for as many ranks.
+void look_at_packed(const Folder& folder, const Packing& packing, PackedAbout& about);
 
 // An opened packed folder. What does not fit `packing`, which is this build's for the same configs, is refused (KD_E_MODEL).
 // Without a draft_config_hash in it a drafter in the files is left out.

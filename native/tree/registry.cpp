@@ -111,8 +111,8 @@ const Builder& Registry::get(const char* name) const {
     if (const Builder* builder = find(wanted)) return *builder;
     std::string known;
     for (const Builder* builder : list()) known += (known.empty() ? "" : ", ") + builder->name;
-    fail(KD_E_NOT_FOUND, "no builder is named %.*s: there are %s", static_cast<int>(wanted.size()), wanted.data(),
-         known.c_str());
+    fail(KD_E_NOT_FOUND, "no builder is named '%.*s'; the builders are %s", static_cast<int>(wanted.size()),
+         wanted.data(), known.c_str());
 }
 
 std::vector<const Builder*> Registry::list() const {

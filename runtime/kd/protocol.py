@@ -6,6 +6,7 @@ Everything that arrives is checked before anything else looks at it.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from kd.wire import (
@@ -61,6 +62,17 @@ _REASONS = {  # msgpack's own classes carry no words, or a value of the frame
 }
 
 
+def _reason(error: Exception) -> str:
+    """msgpack's words in the protocol's."""
+    said = str(error)
+    if found := re.fullmatch(r"(\d+) exceeds max_(\w+)_len\((\d+)\)", said):
+        size, kind, most = found.groups()
+        return "it has an extension type" if kind == "ext" else f"{size} in one {kind}, where {most} is the most"
+    if "strict_map_key" in said:
+        return "a map's key is not str"
+    return _REASONS.get(type(error).__name__) or said or type(error).__name__
+
+
 def _no_ext(code: int, data: bytes) -> Any:
     raise ProtocolError("MALFORMED", "extension types are not part of the protocol")
 
@@ -98,7 +110,7 @@ def decode_map(frame: bytes, limit: int) -> dict[str, Any]:
     except ProtocolError:
         raise
     except Exception as error:  # msgpack raises ValueError, TypeError, its own classes and UnicodeDecodeError
-        reason = _REASONS.get(type(error).__name__) or str(error) or type(error).__name__
+        reason = _reason(error)
         raise ProtocolError("MALFORMED", f"not the msgpack allowed here: {reason}") from None
     if not isinstance(value, dict):
         raise ProtocolError("MALFORMED", "a header or body must be a msgpack map")
@@ -159,6 +171,8 @@ def decode(frames: list[bytes], socket: str, limit: int = 0) -> tuple[str, bytes
                 raise ProtocolError("WRONG_SOCKET", f"{kind} belongs on the {other} socket")
         if fields is None:
             raise ProtocolError("UNKNOWN_TYPE", f"the message type '{kind}' is not known here")
+        if kind == "GENERATE" and ident == NO_ID:  # BEATs bear it
+            raise ProtocolError("MALFORMED", f"an id of zeros is reserved: choose {ID_BYTES} random bytes")
         checked = check(fields, body)
         if kind == "GENERATE" and sum(checked[k] is not None for k in ("prompt", "messages", "tokens")) != 1:
             raise ProtocolError("BAD_FIELD", "GENERATE needs exactly one of 'prompt', 'messages' and 'tokens'")

@@ -33,7 +33,6 @@ _STATUS_WORDS = {
     "CANCELLED": "the model was unloaded before the request had come to its end",  # where nobody asked to end this one
     "SLOW_READER": "the client granted no credit for slow_reader_timeout_ms",
     "CONTEXT": "prompt and max_tokens do not fit the model's context or the KV cache",
-    "FATAL": "the engine failed and the daemon is going down",
 }
 
 
@@ -409,7 +408,8 @@ class ServeThread(threading.Thread):
         name, message = None, None
         if event.status:
             name = wire.error_of_status(event.status)
-            message = _STATUS_WORDS.get(name, f"the request ended with {name}")
+            words = _STATUS_WORDS.get(name, f"the request ended with {name}")
+            message = why_latched(self.d.engine) if name == "FATAL" else words
             if name == "CANCELLED" and session.verdict:
                 name, message = session.verdict
         self._finish(session, self._chunk(session, event), event.finish or "error", name, message)

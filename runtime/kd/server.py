@@ -265,12 +265,15 @@ class Daemon:
             raise ProtocolError("FATAL", state.reason)
         if self.stopping or state.draining:
             raise ProtocolError("DRAINING", "the daemon is draining: it takes no new requests")
-        if state.name == "empty":
+        if state.name == "empty" or (state.ready and self.model_path is None):
             raise ProtocolError("NOT_READY", "no model is loaded: load one with `kdctl load PATH`")
-        if not self.ready:
+        if not state.ready:
             raise ProtocolError(
                 "NOT_READY", f"the daemon is {state.name}: retry, or wait for state ready", retry_ms=1000
             )
+        if not self.watch.live:
+            idle_s = self.watch.age_us // 1_000_000
+            raise ProtocolError("NOT_READY", f"the engine has made no progress for {idle_s} s: retry", retry_ms=1000)
         engine = self.config.engine
         most = (engine.max_streams or 64) + (engine.max_queue or 512)
         if self.hub.active >= most:

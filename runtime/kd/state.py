@@ -73,11 +73,11 @@ class DaemonState:
 
 
 def why_latched(engine: Any) -> str:
-    """What a latched engine answers everyone."""
+    """What a latched engine answers everyone, but for its advice to whoever embeds it: a daemon ends."""
     try:
         engine.builders()
     except Exception as error:
-        return getattr(error, "message", str(error))
+        return str(getattr(error, "message", error)).removesuffix("; close it and open it again")
     return "the engine is latched: a broken invariant or a lost device"
 
 

@@ -351,6 +351,10 @@ def _fail(name: str, why: str) -> ProtocolError:
     return ProtocolError("BAD_FIELD", f"field '{name}' {why}", field=name)
 
 
+def _bytes(field: Field) -> str:
+    return str(field.low) if field.low == field.high else f"{field.low} to {int(field.high)}"
+
+
 def _check_messages(name: str, value: Any) -> list[dict[str, str]]:
     if not isinstance(value, list) or not value:
         raise _fail(name, "must be a non-empty array of maps with 'role' and 'content'")
@@ -394,14 +398,14 @@ def _check_value(name: str, field: Field, value: Any) -> Any:
             raise _fail(name, "must be a string")
         size = len(value.encode()) if len(value) * 4 > field.high else len(value)
         if not field.low <= size <= field.high:
-            raise _fail(name, f"must have {field.low} to {int(field.high)} bytes")
+            raise _fail(name, f"must have {_bytes(field)} bytes")
         if field.choices and value not in field.choices:
             raise _fail(name, f"must be one of {', '.join(field.choices)}")
     elif kind == "bin":
         if not isinstance(value, bytes):
             raise _fail(name, "must be binary")
         if not field.low <= len(value) <= field.high:
-            raise _fail(name, f"must have {field.low} to {int(field.high)} bytes")
+            raise _fail(name, f"must have {_bytes(field)} bytes")
     elif kind == "ids":
         if not isinstance(value, bytes) or len(value) % 4:
             raise _fail(name, "must be binary, four bytes (little-endian unsigned) a token id")
