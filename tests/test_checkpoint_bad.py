@@ -22,7 +22,7 @@ def probe(test_library) -> Probe:
 BAD_JSON = {
     b"": "byte 0",
     b"  ": "byte 2",
-    b"\xef\xbb\xbf{}": "no value can start",
+    b"\xef\xbb\xbf{}": "a byte order mark",
     b"{": "'}' is missing",
     b"[1": "']' is missing",
     b"[1,]": "comma",

@@ -61,7 +61,7 @@ def test_a_daemon_that_failed(kdctl, tmp_path, form):
         assert daemon.end() == 70
         done = kdctl("status", code=3, endpoint=daemon.serve)
         assert f"; the last one (process {daemon.process.pid}) failed: " in done.err and done.err.count("\n") == 1
-        assert "broken" in done.err.partition("failed: ")[2]
+        assert done.err.partition("failed: ")[2] == "injected fault\n"
     finally:
         daemon.kill()
 

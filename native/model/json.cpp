@@ -51,6 +51,8 @@ Kind Cursor::peek() {
         case '{': return Kind::object;
         default:
             if (c == '-' || (c >= '0' && c <= '9')) return Kind::integer;
+            if (text_.substr(next_).starts_with("\xEF\xBB\xBF"))
+                error(next_, "a byte order mark stands where a value should (save the file without it)");
             error(next_, "no value can start like this");
     }
 }
