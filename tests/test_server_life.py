@@ -225,7 +225,7 @@ def test_events(start):
 def test_sigterm_lets_streams_finish_and_refuses_new_work(start):
     daemon = start({"token_delay_s": 0.01})
     with daemon.client() as client, daemon.client() as other:
-        streams = [client.stream([i], max_tokens=100) for i in (1, 2, 3)]
+        streams = [client.stream([i], max_tokens=300) for i in (1, 2, 3)]  # 3 s, which outlasts what follows
         first = iter(streams[0])
         next(first)
         daemon.process.send_signal(signal.SIGTERM)
