@@ -12,12 +12,14 @@ import time
 
 import pytest
 import zmq
-from daemons import ENV, Daemon, until
+from daemons import ENV, Daemon, starter, until
 from fake_engine import token_at
 
 import kd
 from kd import protocol, wire
 from kd.client import Client, KdClientError
+
+start = pytest.fixture(starter)
 
 
 @pytest.fixture(scope="module")
@@ -396,3 +398,16 @@ def test_load_names_a_drafter_from_the_folder_of_the_client(monkeypatch, draft, 
     monkeypatch.setattr(Client, "_call", lambda self, kind, body, *_: bodies.append(body))
     object.__new__(Client).load("m", draft=draft)
     assert bodies == [{"path": os.path.abspath("m"), "draft": sent}]
+
+
+def test_what_a_daemon_said_before_it_left_is_still_read(start):
+    daemon = start({"token_delay_s": 0.01})
+    with daemon.client() as client:
+        streams = [client.stream([i], max_tokens=100) for i in (1, 2, 3)]
+        next(iter(streams[0]))
+        assert daemon.end(signal.SIGTERM) == 0
+        time.sleep(0.2)  # the connection is seen to be gone
+        assert [(s.read().finish, len(s.result.tokens)) for s in streams] == [("length", 100)] * 3
+        with pytest.raises(KdClientError) as caught:
+            client.generate([1])
+        assert caught.value.name == "NOT_RUNNING" and not client._sockets

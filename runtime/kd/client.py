@@ -111,6 +111,15 @@ class Client:
         return endpoint
 
     def _check_there(self, name: str) -> None:
+        """Asked where nothing is left to read."""
+        try:
+            self._look_there(name)
+        except KdClientError:  # what waits to be sent is not for its successor
+            if socket := self._sockets.pop(name, None):
+                socket.close(0)
+            raise
+
+    def _look_there(self, name: str) -> None:
         endpoint = self._endpoint(name)
         if not endpoint.startswith("ipc://"):
             return
@@ -159,7 +168,6 @@ class Client:
                 (zmq.LINGER, 200),
                 (zmq.SNDHWM, 1024),
                 (zmq.RCVHWM, 1024),
-                (zmq.IMMEDIATE, 1),
                 (zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES),
                 (zmq.HANDSHAKE_IVL, 5000),
             ):
@@ -168,6 +176,7 @@ class Client:
                 from kd import curve
 
                 curve.client_side(socket, Path(self._curve_dir))
+            # Not IMMEDIATE: with that ZeroMQ drops what has come in and was not read yet when the other end goes.
             socket.connect(endpoint)
         except BaseException as error:
             socket.close(0)  # a socket left open would make the context's end wait for ever
