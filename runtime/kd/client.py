@@ -201,23 +201,18 @@ class Client:
                 "TOO_LARGE",
                 f"the {kind} message has {len(frames[2])} bytes, more than the {limit} a daemon takes: shorten it",
             )
-        until = time.monotonic() + self.timeout_s
-        while True:
-            left = until - time.monotonic()
-            socket.setsockopt(zmq.SNDTIMEO, int(max(0.0, min(LOOK_S, left)) * 1000) if wait else 0)
-            try:
-                socket.send_multipart(frames)
-                return True
-            except zmq.Again:
-                if not wait:
-                    return False
-            self._check_there(name)  # it may have gone since we connected
-            if left <= LOOK_S:
-                raise KdClientError(
-                    "NO_ANSWER",
-                    f"{self.endpoints[name]} takes no message within {self.timeout_s:g} s: is "
-                    "the daemon alive? see `kdctl health`",
-                )
+        socket.setsockopt(zmq.SNDTIMEO, int(self.timeout_s * 1000) if wait else 0)
+        try:
+            socket.send_multipart(frames)
+            return True
+        except zmq.Again:
+            if not wait:
+                return False
+            raise KdClientError(
+                "NO_ANSWER",
+                f"{self.endpoints[name]} takes no message within {self.timeout_s:g} s: is "
+                "the daemon alive? see `kdctl health`",
+            ) from None
 
     def _receive(self, name: str, timeout_s: float) -> tuple[str, bytes, dict[str, Any]] | None:
         """The next message, or None after timeout_s."""
